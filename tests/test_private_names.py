@@ -1,5 +1,5 @@
-"""Every private name of JAX and Flax that the package and its tests need: named here,
-and in this JAX and Flax.
+"""Every private name of JAX that the package and its tests need: named here, and in
+this JAX.
 
 A name that a new version drops goes red here before anything else does; a JAX without
 it is refused at import.
@@ -8,11 +8,9 @@ it is refused at import.
 import ast
 import importlib.util
 import pathlib
-import pkgutil
 import sys
 
 import another_process
-import flax
 import jax
 import pytest
 from jax._src import ad_util
@@ -39,19 +37,6 @@ NEEDED = {
         "jax._src.ad_util.raw_jaxval_adders",
         "jax._src.lax.lax._stop_gradient",
     },
-}
-# Flax has no public names for what these files need.
-NEEDED_OF_FLAX = {
-    "jaxfp8/linen/_dot_general.py": {"flax.linen.Module._call_wrapped_method"},
-    "jaxfp8/linen/_quantize_by_rules.py": {
-        "flax.linen.Dense.__call__.method_handler_wrapped",
-        "flax.linen.Einsum.__call__.__wrapped__",
-        "flax.linen.Einsum._get_bias_shape",
-        "flax.linen.Module._call_wrapped_method",
-    },
-    "jaxfp8/linen/_mistakes.py": {"flax.linen.module._context.module_stack"},
-    "jaxfp8/linen/_scopes.py": {"flax.core.Scope.debug_path"},
-    "jaxfp8/nnx/_mistakes.py": {"flax.linen.module._context.module_stack"},
 }
 
 
@@ -136,76 +121,3 @@ def test_the_package_is_refused_as_a_whole():
     )
     error = another_process.python("-c", script, code=1).stderr
     assert "ImportError: jaxfp8 needs jax._src.earray.EArray, which JAX" in error
-
-
-def underscored(source: str, defined: set[str]) -> set[str]:
-    """The attributes with an underscore that a program reads, of other names than
-    `defined` or of a superclass.
-    """
-    reads = [
-        node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)
-    ]
-    private = [
-        node
-        for node in reads
-        if node.attr.startswith("_") and not node.attr.startswith("__")
-    ]
-    return {
-        node.attr
-        for node in private
-        if node.attr not in defined or ast.unparse(node.value) == "super()"
-    }
-
-
-def defined_in(source: str) -> set[str]:
-    """The names of functions, classes, variables and modules of a program, and the
-    attributes that it sets.
-    """
-    names = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.alias)):
-            names.add(node.name)
-        elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(
-            node.ctx, ast.Store
-        ):
-            names.add(node.id if isinstance(node, ast.Name) else node.attr)
-    return names
-
-
-def test_names_of_flax_are_in_the_table():
-    """JAX's private attributes are in `_jax`; those of NamedTuples, and of MaxText's
-    configuration, are public.
-    """
-    sources = {
-        str(path.relative_to(ROOT)): path.read_text()
-        for path in (ROOT / "jaxfp8").rglob("*.py")
-    }
-    defined = {"_asdict", "_fields", "_replace", "_config"}.union(
-        *map(defined_in, sources.values())
-    )
-    outside = {
-        path: underscored(source, defined)
-        for path, source in sources.items()
-        if "/_jax/" not in path
-    }
-    listed = {
-        path: {name.rpartition(".")[2] for name in names}
-        for path, names in NEEDED_OF_FLAX.items()
-    }
-    assert {
-        path: names - listed.get(path, set())
-        for path, names in outside.items()
-        if names
-    } == {path: set() for path, names in outside.items() if names}
-    assert all(
-        name in sources[path] for path, names in listed.items() for name in names
-    )
-
-
-@pytest.mark.parametrize("name", sorted(set().union(*NEEDED_OF_FLAX.values())))
-def test_flax_has_it(name):
-    owner, _, attribute = name.rpartition(".")
-    owner = pkgutil.resolve_name(owner)
-    # `__init__` may set the attribute on each instance.
-    has_it = hasattr(owner, attribute) or attribute in owner.__init__.__code__.co_names
-    assert has_it, f"Flax {flax.__version__} has no {name}"

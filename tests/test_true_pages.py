@@ -10,7 +10,7 @@ import tiers
 from test_floors import FLOORS
 
 ROOT = snippets.ROOT
-PAGES = ["CONTRIBUTING.md", "docs/architecture.md"]
+PAGES = ["CONTRIBUTING.md", "docs/architecture.md", "tests/README.md"]
 SOURCES = ["jaxfp8", "common", "cpu", "cuda", "tools", "tests", "benchmarks", "docs"]
 SUFFIXES = {".py", ".h", ".cc", ".cu", ".cuh", ".sh", ".txt"}
 
@@ -52,44 +52,6 @@ def test_the_drawing_has_every_package_on_its_floor():
     floors = [floor for floor in floors if floor]
     for below, above in zip(floors, floors[1:], strict=False):
         assert max(below) < min(above)
-
-
-def test_every_package_and_every_folder_of_tests_is_in_their_table():
-    """`tests/README.md` answers "I changed this: which tests?", and what it names
-    exists.
-    """
-    text = (ROOT / "tests" / "README.md").read_text()
-    tables = [
-        [line.split("|")[1:-1] for line in part.splitlines() if line[:2] == "| "]
-        for part in text.split("\n## ")
-    ]
-    changed, folders = (
-        [[re.findall(r"`([\w./]+)`", cell) for cell in row] for row in tables[i]]
-        for i in (1, 2)
-    )
-    packages = {path.parent.name for path in (ROOT / "jaxfp8").glob("*/__init__.py")}
-    assert packages <= {name for row in changed for name in row[0]}
-    for names, first, *_ in changed[1:]:
-        own = [
-            f"{name}/"
-            for name in names
-            if (ROOT / "tests" / name).is_dir() and name in packages
-        ]
-        assert first[: len(own)] == own, "a package's own folder comes first"
-    for row in changed:
-        assert all(
-            (ROOT / "tests" / name).exists()
-            for cell in row[1:]
-            for name in cell
-            if "." in name or "/" in name
-        )
-    tested = {
-        path.parent.relative_to(ROOT / "tests").as_posix()
-        for path in (ROOT / "tests").glob("*/**/test_*.py")
-    }
-    assert {f"{folder}/" for folder in tested} <= {
-        name for row in folders for name in row[0]
-    }
 
 
 def test_files_of_the_tiers_exist():

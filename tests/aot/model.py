@@ -41,10 +41,7 @@ def report(name: str, in_a_scan: bool) -> dict:
         .compile(training.NO_TRITON | programs.QUICKLY)
     )
     found = count.summary(compiled.as_text())
-    parameters = jax.tree.leaves(state.params["params"])
     return {key: found[key] for key in ("launches", "gemms", "fp8_gemms")} | {
-        "parameters": sum(leaf.size for leaf in parameters),
-        "state_mib": compiled.memory_analysis().argument_size_in_bytes / 2**20,
         "memory_mib": training.memory_mib(compiled),
     }
 

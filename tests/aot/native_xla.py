@@ -98,8 +98,7 @@ CASES = {
 }
 # Of eight devices: rows of x and of the kernel are cut.
 SHARDED = {"FSDP nn.Dense": "nn.Dense", "FSDP Dense with bias": "Dense with bias"}
-# Beside them, for what it costs: these without `implementation`, and Flax.
-BESIDE = ("nn.Dense", "Dense")
+# Beside them, for its rounded scales.
 FLAX = {
     "flax": lambda: of_module(
         nn.Dense(
@@ -189,8 +188,6 @@ def main():
     for name, case in SHARDED.items():
         with ops.implementation("xla"):
             found[name] = report(compiled(*CASES[case](), devices=8))
-    for case in BESIDE:
-        found[f"default {case}"] = report(compiled(*CASES[case]()))
     print(json.dumps(found))
 
 

@@ -1,5 +1,5 @@
-"""Forward and backward of single layers on an H200: launches, bytes, reads, operations,
-beside bf16 and Flax's FP8.
+"""Forward and backward of single layers on an H200: bytes and reads, beside bf16 and
+Flax's FP8.
 
 The goals are those of issue 5. A floor for bytes: an FP8 Dense has to read x, kernel
 and grad once and write the codes of each twice, for the two GEMMs that read it.
@@ -13,21 +13,6 @@ GROUP = "dense"
 MIB = 2**20
 OURS = ("drop-in", "own")
 DENSES = ("dense", "dense with bias", "small dense")
-
-
-@pytest.mark.slow
-def test_the_counts_of_others_are_known(counts):
-    """What was counted by hand in their programs; a counter that is wrong would be
-    wrong here.
-    """
-    bf16 = counts["dense"]["bf16"]
-    flax = counts["dense"]["flax"]
-    # Two conversions of 8192^2 numbers, of the kernel to bf16 and of its gradient to
-    # f32: 2 * (4 + 2) bytes each.
-    assert (bf16["launches"], bf16["bytes"], bf16["copies"]) == (5, 768 * MIB, 0)
-    assert bf16["reads"] == [0, 1, 0] and bf16["fp8_gemms"] == 0
-    assert (flax["launches"], flax["bytes"] // MIB, flax["copies"]) == (30, 1920, 2)
-    assert flax["reads"] == [3, 3, 2] and flax["fp8_gemms"] == flax["gemms"] == 3
 
 
 @pytest.mark.parametrize("name, mib", [("own", 900), ("drop-in", 1540)])
@@ -47,11 +32,6 @@ def test_reads(counts, case, name, reads):
     first, by the layer around it.
     """
     assert counts[case][name]["reads"] == reads
-
-
-@pytest.mark.parametrize("name", OURS)
-def test_operations(counts, name):
-    assert counts["dense"][name]["operations"] <= 30
 
 
 @pytest.mark.parametrize("case", DENSES)

@@ -4,7 +4,7 @@ FP8, with unrounded scales.
 
 import pytest
 
-from .native_xla import BESIDE, CASES, GROUPS, SHARDED, K, N
+from .native_xla import CASES, GROUPS, SHARDED, K, N
 
 PROGRAM = "native_xla"
 
@@ -46,17 +46,6 @@ def test_kernels_are_gathered_as_codes(report, case):
     """Once, a byte an element, for fprop and dgrad."""
     gathers = [c for c in report[case]["collectives"] if c["kind"] == "all-gather"]
     assert [(c["dtypes"], c["bytes"]) for c in gathers] == [(["f8e4m3fn"], K * N)]
-
-
-@pytest.mark.parametrize("case", BESIDE)
-def test_what_it_costs(report, case):
-    """More launches and bytes than custom calls, no more bytes than Flax's layer."""
-    ours = report[case]
-    flax = report["flax"]
-    default = report[f"default {case}"]
-    # a state below zero is looked for
-    assert default["launches"] < ours["launches"] <= flax["launches"] + 8
-    assert default["bytes"] < ours["bytes"] <= flax["bytes"]
 
 
 def test_members(report):

@@ -5,10 +5,6 @@ import jax.numpy as jnp
 import kernels
 import numpy as np
 import pytest
-from lowering import cuda_text
-
-from jaxfp8 import ops
-from jaxfp8.ops import _ffi
 
 pytestmark = pytest.mark.usefixtures("as_users_have_jax")
 
@@ -50,24 +46,6 @@ def test_no_wrong_answer_is_timed(name):
                 )
 
 
-def test_every_custom_call(cuda_custom_calls):
-    """Of what the ops lower to. Counting is a variant of kernels that are there."""
-    text = ""
-    for make, shapes in kernels.KERNELS.values():
-        work = make(
-            *(kernels.TINY_SHAPES[0] if shapes is kernels.SHAPES else shapes[0])
-        )
-        arguments = jax.eval_shape(lambda work=work: work.arguments(0))
-        text += cuda_text(work.step, *arguments)
-    no_kernel = [_ffi.target_name(op) for op in _ffi._CPU_ONLY]
-    missing = [
-        name
-        for name in ops.custom_call_targets()
-        if name not in text and name not in no_kernel
-    ]
-    assert all("counted" in name for name in missing), missing
-
-
 @pytest.mark.parametrize(
     "name, bytes_an_element",
     [
@@ -87,12 +65,3 @@ def test_traffic(name, bytes_an_element):
     work = make(m, n)
     counted = kernels._traffic(work, work.arguments(0))
     assert 0 <= counted - bytes_an_element * m * n <= 4 * 2 * (m + n) + 64
-
-
-def test_traffic_of_experts():
-    """Eight matrices of experts, written in float32; and rows of both sides."""
-    make, _ = kernels.KERNELS["ragged_matmul contraction precise to f32"]
-    m, n = 64, 32
-    work = make(m, n)
-    assert kernels._traffic(work, work.arguments(0)) == 2 * m * n + 4 * 8 * n * n
-    assert work.operations == 2 * m * n * n

@@ -76,18 +76,6 @@ def test_runs_are_paired_and_kept(program, tmp_path, monkeypatch, capsys):
     )
 
 
-def test_arms_start_from_the_same_weights(program):
-    tokens = jnp.zeros((1, 8), jnp.int32)
-    weights = {}
-    for name, arm in program.ARMS.items():
-        with arm.precision.region():
-            weights[name] = jax.jit(arm._replace(layers=1).model(20, 8, 32).init)(
-                jax.random.key(3), tokens
-            )["params"]
-    for name in program.ARMS:
-        jax.tree.map(np.testing.assert_array_equal, weights[name], weights["bf16"])
-
-
 def test_the_docs_have_the_figures(program):
     root = Path(__file__).parents[2]
     results = json.loads(

@@ -28,10 +28,6 @@ def test_prints_a_table(tmp_path):
     assert (tmp_path / "custom_recipes.png").stat().st_size > 10_000
 
 
-def test_each_arm_has_a_color(example):
-    assert example.ARMS.keys() <= example._report.COLORS.keys()
-
-
 # A step of rows of normal numbers is their amax, about 2.6 deviations, over 31 or 127;
 # the error of rounding is step**2 / 12, and two operands have it. FP8 has 28.7 dB.
 @pytest.mark.parametrize(

@@ -95,11 +95,11 @@ CASES = {
 # ------------------------------------------------------------------------------ recipes
 
 
-def backward_only(recipe, **options):
+def backward_only(recipe):
     """A recipe that sends x in high precision and its cotangent as `recipe` does."""
     output_grad = recipe.quantizers()[2]
     return jaxfp8.CustomRecipe(
-        lambda role: output_grad if role == "linear_grad_output" else None, **options
+        lambda role: output_grad if role == "linear_grad_output" else None
     )
 
 

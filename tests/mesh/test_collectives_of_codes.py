@@ -171,16 +171,7 @@ def test_remat_keeps_the_codes():
 # ----------------------------------------------------------------------------- products
 
 
-@pytest.mark.parametrize(
-    "recipe, batch",
-    [
-        *[("delayed", True), ("block", False)],
-        *(
-            pytest.param(*rest, marks=pytest.mark.slow)
-            for rest in [("rowwise", True), ("mx", False), ("current", False)]
-        ),
-    ],
-)
+@pytest.mark.parametrize("recipe, batch", [("delayed", True), ("block", False)])
 def test_products_take_the_codes(recipe, batch):
     """As they take the values in bfloat16, which are so close to codes times scales
     that they give these again.
@@ -213,10 +204,6 @@ def test_products_take_the_codes(recipe, batch):
     codes, values = jax.jit(jax.shard_map(shard, mesh=cases.mesh(), **specs))(
         x, kernel, state
     )
-    # the gradient of the kernel reads other scales: below
-    if recipe == cases.RECIPES["mx"][0]:
-        codes = codes[:2]
-        values = values[:2]
     assert_same_bits(codes, values)
 
 

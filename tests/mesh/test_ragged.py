@@ -16,9 +16,24 @@ import jaxfp8
 from mesh import hlo
 
 
-def compare_on_mesh(lhs_spec, rhs_spec, kind="Auto"):
-    """One step, of operands that a mesh of 2 by 2 devices cuts; a group lies on both
-    sides of a cut.
+@pytest.mark.parametrize(
+    "lhs_spec, rhs_spec",
+    [
+        (("x",), ()),
+        ((None, "x"), (None, "x")),
+        ((), ("x",)),
+        ((), (None, None, "x")),
+        (("x",), (None, None, "y")),
+        (("x",), ("y",)),
+        (("x",), ("x",)),
+        (("x",), (None, None, "x")),
+        ((), (("x", "y"),)),
+    ],
+)
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_meshes(lhs_spec, rhs_spec, kind):
+    """One step, of operands that a mesh of 2 by 2 devices cuts: rows, experts, k and n.
+    A group lies on both sides of a cut; a device finds its groups in the sizes of all.
     """
     mesh = mesh_of(kind, x=2, y=2)
     lhs, rhs, grad = operands(4)
@@ -45,28 +60,6 @@ def compare_on_mesh(lhs_spec, rhs_spec, kind="Auto"):
 
     with jax.set_mesh(mesh):
         assert_step(step(lhs, rhs, grad, jaxfp8.init_state(RECIPE)), expected, "mesh")
-
-
-@pytest.mark.parametrize(
-    "lhs_spec, rhs_spec",
-    [
-        (("x",), ()),
-        ((None, "x"), (None, "x")),
-        ((), ("x",)),
-        ((), (None, None, "x")),
-        (("x",), (None, None, "y")),
-        (("x",), ("y",)),
-        (("x",), ("x",)),
-        (("x",), (None, None, "x")),
-        ((), (("x", "y"),)),
-    ],
-)
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_meshes(lhs_spec, rhs_spec, kind):
-    """Rows, experts, k and n may be cut; a device finds its groups in the sizes of
-    all.
-    """
-    compare_on_mesh(lhs_spec, rhs_spec, kind)
 
 
 # Of the width each of eight devices has whole blocks of 128.

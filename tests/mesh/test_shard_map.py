@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cpu_mesh import mesh_of
+from draws import normal
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -240,39 +241,27 @@ def test_constants_inside_of_the_map(name, constant):
     """An operand that is closed over knows no mesh; it is as one that every device was
     given.
     """
-    mesh = mesh_of(data=8)
-    rng = np.random.default_rng(0)
-    operands = {
-        "x": rng.standard_normal((16, 16)).astype(np.float32),
-        "kernel": np.eye(16, dtype=np.float32),
-    }
+    operands = {"x": normal(16, 16), "kernel": np.eye(16, dtype=np.float32)}
+    value = operands.pop("kernel" if name == "x" else "x")
     fixed = constant(operands[name])
-    other = "kernel" if name == "x" else "x"
 
-    def total(state, other_value, fixed):
-        both = {name: fixed, other: other_value}
-        y = jaxfp8.dot_general(
-            both["x"], both["kernel"], cases.MATMUL, recipe=RECIPE, state=state
-        )
-        return jax.lax.psum(jnp.sum(y), "data")
+    def loss(state, value, total=lambda y: y):
+        x, kernel = (fixed, value) if name == "x" else (value, fixed)
+        y = jaxfp8.dot_general(x, kernel, cases.MATMUL, recipe=RECIPE, state=state)
+        return total(jnp.sum(y))
 
-    def mapped(function, *specs):
-        return jax.jit(
-            jax.shard_map(
-                jax.grad(function, argnums=(0, 1)),
-                mesh=mesh,
-                in_specs=specs,
-                out_specs=specs[:2],
-            )
+    def gradients(state, value):
+        return jax.grad(loss, argnums=(0, 1))(
+            state, value, lambda y: lax.psum(y, "data")
         )
 
-    state = jaxfp8.init_state(RECIPE)
-    specs = (P(), P("data") if other == "x" else P(None, "data"))
-    got = mapped(lambda state, value: total(state, value, fixed), *specs)(
-        state, operands[other]
+    specs = P(), P(None, "data") if name == "x" else P("data")
+    mapped = jax.shard_map(
+        gradients, mesh=mesh_of(data=8), in_specs=specs, out_specs=specs
     )
-    wanted = mapped(total, *specs, P())(state, operands[other], operands[name])
-    cases.assert_same(got, wanted, name)
+    state = jaxfp8.init_state(RECIPE)
+    wanted = jax.jit(jax.grad(loss, argnums=(0, 1)))(state, value)
+    cases.assert_same(jax.jit(mapped)(state, value), jax.device_get(wanted), name)
 
 
 @pytest.mark.parametrize("wrap", WRAPPERS)
@@ -329,37 +318,30 @@ def test_amax_of_partial_sums(program):
     """A row-parallel product is a sum over devices: the next layer sees the sum, and
     not its much larger terms.
     """
-    rng = np.random.default_rng(0)
-    x, half1, half2, w3 = (
-        rng.integers(-1, 2, shape).astype(np.float32)
-        for shape in ((4, 8), (8, 4), (4, 8), (8, 4))
-    )
-    weights = (
-        np.concatenate([half1, half1], axis=1),
-        np.concatenate([half2, -half2]),
-        w3,
-    )
-    weights[1][0, 0] += 1
-    specs = P(None, "tp"), P("tp", None), P()
-    states = [jaxfp8.init_state(RECIPE) for _ in weights]
+    half, term, w2 = np.random.default_rng(0).integers(-1, 2, (3, 8, 8))
+    x = np.concatenate([half, half], axis=1).astype(np.float32)
+    w1 = np.concatenate([term, -term]).astype(np.float32)
+    w1[0, 0] += 1
+    operands = x, w1, w2.astype(np.float32)
+    specs = P(None, "tp"), P("tp"), P()
+    states = [jaxfp8.init_state(RECIPE) for _ in range(2)]
 
-    def next_states(states, weights, x, total=lambda y: y, **options):
+    def next_states(states, x, w1, w2, total=lambda y: y, **options):
+        dot = functools.partial(
+            jaxfp8.dot_general, dimension_numbers=cases.MATMUL, recipe=RECIPE
+        )
+
         def loss(states):
-            dot = functools.partial(
-                jaxfp8.dot_general, dimension_numbers=cases.MATMUL, recipe=RECIPE
-            )
-            h = dot(x, weights[0], state=states[0])
-            y = dot(h, weights[1], state=states[1], **options)
-            z = dot(total(y), weights[2], state=states[2])
+            y = total(dot(x, w1, state=states[0], **options))
+            z = dot(y, w2, state=states[1])
             return jnp.sum(z * z)
 
         return jax.grad(loss)(states)
 
-    wanted = jax.device_get(jax.jit(next_states)(states, weights, x))
-    term = x @ half1 @ half2
-    y = x @ weights[0] @ weights[1]
+    wanted = jax.device_get(jax.jit(next_states)(states, *operands))
     # small integers, exact at scale 1
-    assert np.abs(term).max() > np.abs(y).max() == wanted[2].input.amax_history[0]
+    largest = np.abs(x @ w1).max()
+    assert np.abs(half @ term).max() > largest == wanted[1].input.amax_history[0]
 
     on = mesh_of("Explicit" if program == "explicit" else "Auto", tp=2)
     step = next_states
@@ -370,14 +352,10 @@ def test_amax_of_partial_sums(program):
         psum = lax.psum if checked else summed
         step = functools.partial(next_states, total=lambda y: psum(y, "tp"))
         step = jax.shard_map(
-            step, mesh=on, in_specs=(P(), specs, P()), out_specs=P(), check_vma=checked
+            step, mesh=on, in_specs=(P(), *specs), out_specs=P(), check_vma=checked
         )
     with jax.set_mesh(on):
-        got = jax.jit(step)(
-            cases.put(states, on, P()),
-            cases.put(weights, on, specs),
-            cases.put(x, on, P()),
-        )
+        got = jax.jit(step)(cases.put(states, on, P()), *cases.put(operands, on, specs))
     cases.assert_same(got, wanted, program)
 
 
@@ -462,3 +440,60 @@ def test_unchecked_warns_where_an_amax_is_reduced(recipe, reduces):
         text = step.lower(jnp.ones((64, 128)), jnp.ones((128, 128))).compile().as_text()
     said = [w for w in caught if issubclass(w.category, jaxfp8.FP8StateWarning)]
     assert (bool(said), "all-reduce" in text) == (reduces, reduces)
+
+
+# -------------------------------------------------------------- stages of a pipeline
+
+
+@pytest.mark.parametrize(
+    "has_state, checked", [(True, False), (False, True), (False, False)]
+)
+def test_stages_scale_by_themselves(has_state, checked):
+    """Each stage is as if it were alone, in its first step too. pipelines.py has steps
+    with a state.
+    """
+    recipe = dataclasses.replace(CURRENT, pipeline_axes=("stage",))
+    state = jaxfp8.init_state(recipe) if has_state else cases.stateless()["w1"]
+    sizes = np.float32([1, 2, 2**12, 2**-6])
+    kernels, x = normal(4, 8, 8) * sizes[:, None, None], normal(16, 8)
+
+    def step(kernel, state):
+        def product(kernel, state):
+            return jaxfp8.dot_general(
+                x, kernel, cases.MATMUL, recipe=recipe, state=state
+            )
+
+        y, vjp = jax.vjp(product, kernel, state)
+        return y, vjp(y)
+
+    def of_stage(*own):
+        own = jax.tree.map(lambda leaf: leaf[0], own)
+        return jax.tree.map(lambda leaf: leaf[None], step(*own))
+
+    mapped = jax.shard_map(
+        of_stage,
+        mesh=mesh_of(stage=4),
+        in_specs=P("stage"),
+        out_specs=P("stage"),
+        check_vma=checked,
+    )
+    got = jax.jit(mapped)(kernels, cases.stacked(state, 4))
+    alone = [jax.jit(step)(kernel, state) for kernel in kernels]
+    wanted = jax.tree.map(lambda *leaves: np.stack(leaves), *alone)
+    cases.assert_same(got, wanted, "stages")
+
+
+@pytest.mark.parametrize(
+    "axis, checked, message",
+    [
+        ("fsdp", True, r"names \['fsdp'\], but the state does not vary over it"),
+        # where types do not tell, a typo would reduce over the stages
+        ("stages", False, ": expected axes of this shard_map.*stages"),
+    ],
+)
+def test_bad_pipeline_axes(axis, checked, message):
+    recipe = dataclasses.replace(cases.RECIPE, pipeline_axes=(axis,))
+    mesh = cases.mesh()
+    layout = cases.LAYOUTS["dp"]
+    with pytest.raises(ValueError, match=f"pipeline_axes.?{message}"):
+        train(step_inside(mesh, layout, checked, recipe), mesh, layout, steps=1)

@@ -116,17 +116,6 @@ def test_layers(data, around, gradient):
     cases.assert_same(got, jax.device_get(wanted), "layers")
 
 
-def test_two_maps_use_one_state():
-    layer = mapped_layer()
-    (kernel, *_), x = operands()
-
-    def loss(state):
-        return jnp.sum(layer(state, kernel, x)) + jnp.sum(layer(state, kernel, 3 * x))
-
-    state = jax.jit(jax.grad(loss))(jaxfp8.init_state(RECIPE))
-    assert state.input.amax_history[0] == 3 * np.abs(x).max()
-
-
 def test_types_without_axes_of_one_device():
     """An option of JAX that MaxText sets; such an axis comes first here."""
     layer = mapped_layer(1, checked=True)

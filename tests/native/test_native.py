@@ -1,5 +1,5 @@
-"""The C++ tests of the CPU kernels, built here, and every handler with good and bad
-buffers in a process of its own.
+"""What the CPU module exports, and what its objects share. `make sanitize` runs the C++
+tests, and every handler with good and bad buffers.
 """
 
 import pathlib
@@ -46,13 +46,6 @@ def build(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(
-    "name", ["chunks", "parallel_for", "kernels", "bands", "moments"]
-)
-def test_program(build, name):
-    assert ", 0 failed" in run(build / "cpu" / "native_tests" / f"jaxfp8_{name}_test")
-
-
 def test_nothing_else_is_exported():
     if not shutil.which("nm") or sys.platform == "darwin":
         pytest.skip("needs nm of GNU binutils")
@@ -72,10 +65,3 @@ def test_instruction_sets_share_no_code(build):
             line for line in run("nm", "-C", path).splitlines() if line[17:18] in "WVu"
         ]
         assert not weak, f"{path.name}: {weak}"
-
-
-def test_handlers_in_a_process_of_their_own():
-    module = _ffi.module_path("_cpu") or pytest.skip("the CPU module is not installed")
-    assert ", 0 failed" in run(
-        sys.executable, ROOT / "tests" / "native" / "handlers.py", module
-    )

@@ -11,7 +11,7 @@ import numpy as np
 import oracle
 import pytest
 from numpy.testing import assert_array_equal
-from oracle import E4M3, E5M2, blocks as oracle_blocks
+from oracle import E4M3, blocks as oracle_blocks
 from parametrize import each_row
 
 from jaxfp8 import ops
@@ -321,20 +321,6 @@ def test_scales_that_are_no_powers_of_two_are_nan_as_mx():
     got = oracle_blocks.scale_values(got[:, ::4])[0]
     assert_array_equal(got[: len(exact)], exact)
     assert np.isnan(got[len(exact) :]).all()
-
-
-def test_two_e5m2_have_no_custom_call(machine):
-    machine(lowered_for=[gpu("9.0")])
-    both = E5M2, E5M2
-    with pytest.warns(
-        RuntimeWarning, match="no tensor core multiplies two float8_e5m2"
-    ):
-        assert "@jaxfp8" not in cuda_text(("rows", "rows"), formats=both)
-    with (
-        ops.implementation("ffi"),
-        pytest.raises(RuntimeError, match="no tensor core multiplies two float8_e5m2"),
-    ):
-        cuda_text(("rows", "rows"), formats=both)
 
 
 def test_attributes_of_the_custom_call(machine):

@@ -54,11 +54,6 @@ def product(x, kernel, state=None, recipe=RECIPE):
     return jaxfp8.dot_general(x, kernel, MATMUL, recipe=recipe, state=state)
 
 
-def dense_step(x, kernel, grad, state):
-    y, vjp = jax.vjp(product, x, kernel, state)
-    return y, vjp(grad)
-
-
 def dense_arguments():
     shapes = ((32, 48), (48, 64), (32, 64))
     return *(np.ones(shape, oracle.BF16) for shape in shapes), jaxfp8.init_state(RECIPE)
@@ -93,62 +88,6 @@ def test_vmap_stays_one_custom_call(op, cuda_custom_calls):
     with ops.implementation("ffi"):
         text = jax.jit(jax.vmap(jax.vmap(function))).lower(*arguments).as_text()
     assert custom_calls(text) == ON_CPU.get(op, {})
-
-
-def test_the_choice_is_made_where_it_is_traced():
-    """Inside of a jitted function too, forward alone as well as with gradients."""
-    x, kernel, grad, state = dense_arguments()
-
-    def by_reference(x, kernel):
-        with ops.implementation("reference"):
-            return product(x, kernel, state)
-
-    for function in (by_reference, lambda *args: jax.vjp(by_reference, *args)[0]):
-        assert "jaxfp8_" not in jax.jit(function).lower(x, kernel).as_text()
-    with ops.implementation("ffi"):
-        traced = jax.jit(by_reference).trace(x, kernel)
-    assert "jaxfp8_" not in traced.lower().as_text()
-
-
-def test_dense_step_on_cpu():
-    """Three products, three quantize passes, nothing read twice."""
-    with ops.implementation("ffi"):
-        text = jax.jit(dense_step).lower(*dense_arguments()).as_text()
-    assert custom_calls(text) == {
-        "delayed_scales": 1,
-        "quantize_transpose": 3,
-        "dequantize": 6,
-        "write_histories": 1,
-    }
-    assert text.count("stablehlo.dot_general") == 3
-
-
-def test_dense_step_on_cuda(cuda_custom_calls):
-    text = cuda_text(dense_step, *dense_arguments())
-    assert custom_calls(text) == {
-        "delayed_scales": 1,
-        "quantize_transpose": 3,
-        "scaled_matmul": 3,
-        "write_histories": 1,
-    }
-    assert "stablehlo.dot_general" not in text
-    # Amaxes are raised in place, from the zeros that delayed_scales writes.
-    quantizing = [
-        line for line in text.splitlines() if "@jaxfp8_quantize_transpose" in line
-    ]
-    assert all("output_operand_alias<" in line for line in quantizing)
-    # What leaves the layer in high precision is y, dx, dkernel; the operands of each
-    # product are FP8.
-    products = [line for line in text.splitlines() if "@jaxfp8_scaled_matmul" in line]
-    formats = sorted(
-        tuple(re.findall(r"f8E\dM\d(?:FN)?", line.split("->")[0].split(" : ")[-1]))
-        for line in products
-    )
-    assert sorted(map(sorted, formats)) == [
-        ["f8E4M3FN", "f8E4M3FN"],
-        ["f8E4M3FN", "f8E5M2"],
-        ["f8E4M3FN", "f8E5M2"],
-    ]
 
 
 # What is differentiated: how many tensors are written in both layouts, how many
@@ -213,22 +152,6 @@ def test_an_amax_that_is_not_there_is_empty(name, cuda_custom_calls):
     text = cuda_text(lambda x, k: product(x, k, recipe=recipe), X, X.T)
     calls = [line for line in text.splitlines() if "@jaxfp8_quantize" in line]
     assert list(map(sizes, calls)) == [("0xf32", "0xf32")] * 2
-
-
-@pytest.mark.parametrize(
-    "grad, amaxes", [(0.1, {}), (None, {"amax": 1, "amax_to_scale": 1})]
-)
-def test_static_scales_need_no_amax(grad, amaxes, cuda_custom_calls):
-    """A Dense step is six launches; the gradient's own scale takes two more."""
-    recipe = jaxfp8.StaticScaling(output_grad=grad)
-    x, kernel, cotangent, _ = dense_arguments()
-
-    def step(x, kernel, cotangent):
-        y, vjp = jax.vjp(lambda x, k: product(x, k, recipe=recipe), x, kernel)
-        return y, vjp(cotangent)
-
-    calls = custom_calls(cuda_text(step, x, kernel, cotangent))
-    assert calls == {"quantize_transpose": 3, "scaled_matmul": 3, **amaxes}
 
 
 @pytest.mark.parametrize("precise", [False, True])

@@ -3,6 +3,7 @@ one warning.
 """
 
 import functools
+import re
 import types
 import warnings
 
@@ -26,7 +27,6 @@ from .test_structure import (
     ROWS,
     custom_calls,
     dense_arguments,
-    dense_step,
     product,
 )
 
@@ -114,6 +114,11 @@ def test_others_keep_their_custom_calls(op, machine):
     machine(disabled=",".join(set(OPS) - {op, *ROWS.get(op, ())}))
     with warnings.catch_warnings(action="error"):
         assert lowered(op) == ON_CUDA[op]
+
+
+def dense_step(x, kernel, grad, state):
+    y, vjp = jax.vjp(product, x, kernel, state)
+    return y, vjp(grad)
 
 
 def test_one_warning(machine):
@@ -247,44 +252,24 @@ def test_what_says_that_an_op_is_disabled(machine):
 
 
 @pytest.mark.parametrize(
-    "value, names",
+    "value, printed",
     [
-        ("", set()),
-        (" amax , quantize_norm,", {"amax", "quantize_norm"}),
-        ("amax,amax", {"amax"}),
+        ("", "None"),
+        (" amax , quantize_norm,", "JAXFP8_DISABLE names amax"),
+        (
+            "amax,Quantize",
+            "names of ops, .* got Quantize; the ops are adam_update",
+        ),
     ],
 )
-def test_what_the_variable_means(value, names):
-    assert _support.parsed(value) == names
-
-
-@pytest.mark.parametrize(
-    "value", ["quantise", "amax,Quantize", "jaxfp8_amax_v1", "amax quantize"]
-)
-def test_unknown_names(value):
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"^JAXFP8_DISABLE: expected names of ops, .*; the ops are adam_update, "
-            r"amax, .*"
-        ),
-    ) as raised:
-        _support.parsed(value)
-    assert value.removeprefix("amax,") in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    "value, printed", [("amax", "names amax"), ("amaxes", "got amaxes; the ops are")]
-)
 def test_the_environment_is_read(value, printed):
-    """By a process of its own, when it imports jaxfp8."""
+    """By a process of its own, when it imports jaxfp8; an unknown name is refused."""
     program = "from jaxfp8.ops import _support; print(_support.why_disabled('amax'))"
     environment = {
         "JAXFP8_DISABLE": value,
         "PYTHONPATH": another_process.PATH,
         "JAX_PLATFORMS": "cpu",
     }
-    done = another_process.python(
-        "-c", program, code=int(value != "amax"), **environment
-    )
-    assert printed in done.stdout + done.stderr
+    is_refused = "got" in printed
+    done = another_process.python("-c", program, code=int(is_refused), **environment)
+    assert re.search(printed, done.stderr if is_refused else done.stdout)

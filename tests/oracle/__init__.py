@@ -2,9 +2,8 @@
 ml_dtypes alone.
 
 It shares no code with the package and imports nothing of JAX, so a wrong rule cannot be
-wrong in both places. The rules are those of docs/numerics.md; `test_formats.py` checks
-the oracle itself against a third, exact source (the midpoints of the 256 codes,
-rational quotients).
+wrong in both places. The rules are those of docs/numerics.md, and `test_vectors.py`
+compares it with the committed vectors of conformance/.
 
 Convention: `scale` multiplies to quantize, `scale_inv = 1 / scale` to dequantize. A
 *stored* scale is a `scale_inv`. Numpy keeps f32 subnormals (no flush to zero), which is
