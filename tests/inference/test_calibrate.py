@@ -106,7 +106,7 @@ class Shared(nn.Module):
         return layer(x), layer(y)
 
 
-def shared_state():
+def test_a_layer_called_twice():
     model = Shared()
     (x, y, _) = BATCHES
     variables = variables_of(model, x, y)
@@ -117,11 +117,8 @@ def shared_state():
         [both],
         [np.ones((2 * M, N), np.float32)],
     )
-    return calibrated[OWG]["CheckpointDense_0"]["Fp8DotGeneral_0"], wanted
-
-
-def test_a_layer_called_twice():
-    assert_state(*shared_state(), FORWARD, "shared")
+    state = calibrated[OWG]["CheckpointDense_0"]["Fp8DotGeneral_0"]
+    assert_state(state, wanted, FORWARD, "shared")
 
 
 def test_state_that_is_not_there():

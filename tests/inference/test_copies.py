@@ -215,27 +215,6 @@ def test_a_gradient_of_one_operand_trains(operand):
         )
 
 
-def test_a_teacher_in_a_loss():
-    """`stop_gradient` of the variables, and of all that reaches the teacher: it is not
-    differentiated.
-    """
-    x = X
-    kernel = kernels("small kernel")
-    state = jaxfp8.init_state(RECIPE)
-    exact = x.astype(np.float64) @ kernel
-
-    def loss(kernel, state):
-        student = product(x, kernel, state)
-        teacher = product(x, *lax.stop_gradient((kernel, state)))
-        return jnp.sum((student - teacher) ** 2), (student, teacher)
-
-    for step in (loss, jax.jit(loss), jax.checkpoint(loss)):
-        _, (student, teacher) = jax.value_and_grad(step, argnums=(0, 1), has_aux=True)(
-            kernel, state
-        )[0]
-        assert error(teacher, exact) < BOUND < error(student, exact) / 4
-
-
 # ---------------------------------------------------------------------------- structure
 
 

@@ -112,10 +112,8 @@ def test_is_a_module_like_its_model():
 # ----------------------------------------------------------------- which rule, and None
 
 
-def compare_which_rule():
-    """First match, as a whole, and None: raises AssertionError at the first
-    difference.
-    """
+def test_which_rule():
+    """First match, as a whole, and None."""
     compare_programs(
         quantize(model(), [("head", A), ("head", B), (".*", None)]), model(h=A), x()
     )
@@ -129,10 +127,6 @@ def compare_which_rule():
     compare_programs(
         quantize(by_hand(), [(r"blocks_\d/mlp", None)]), model(A, None, None, A), x()
     )
-
-
-def test_which_rule():
-    compare_which_rule()
 
 
 def test_rules_on_rules():

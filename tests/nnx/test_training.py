@@ -83,26 +83,6 @@ def test_five_steps(make):
         )
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_state_is_float32_whatever_cast_the_model_went_through(dtype):
-    """The step after a cast of all variables makes the state float32, as `update_state`
-    does beside any optimizer.
-    """
-    (x,), (grad,) = operands(0, 1)
-    cast = [linear(0), linear(0)]
-    for layer, make in zip(
-        cast, (OPTIMIZERS["jaxfp8.nnx.Optimizer"], by_hand), strict=True
-    ):
-        nnx.update(
-            layer, jax.tree.map(lambda leaf: leaf.astype(dtype), nnx.state(layer))
-        )
-        make(layer, optax.sgd(1e-2))(layer, jaxfp8.nnx.grad(use)(layer, x, grad))
-    states = [nnx.as_pure(nnx.state(layer, OverwriteWithGradient)) for layer in cast]
-    assert {leaf.dtype for leaf in jax.tree.leaves(states)} == {np.dtype(np.float32)}
-    assert cast[0].kernel.get_value().dtype == dtype
-    jax.tree.map(np.testing.assert_array_equal, *states)
-
-
 def test_microbatches_make_one_entry():
     """The max over the microbatches, once per optimizer step."""
     layer = linear(0)
