@@ -11,7 +11,6 @@ import oracle
 import pytest
 from flax import linen as nn, nnx
 
-import jaxfp8
 from jaxfp8.mixed_precision import Policy
 
 from . import leaves
@@ -103,17 +102,6 @@ def test_all_else_stays(to):
 
 
 # -------------------------------------------------------------------------------- table
-
-
-def test_state_of_nnx_models():
-    model = nnx.Linear(8, 3, dot_general=jaxfp8.nnx.Fp8DotGeneral(), rngs=nnx.Rngs(0))
-    model(np.ones((4, 8), np.float32))
-    dtypes = {
-        type(v): v.get_value().dtype
-        for _, v in nnx.to_flat_state(HALF.cast_to_compute(nnx.state(model)))
-    }
-    assert dtypes[nnx.Param] == jnp.float16
-    assert dtypes[jaxfp8.nnx.OverwriteWithGradient] == jnp.float32
 
 
 NORMS = ["LayerNorm", "RMSNorm", "BatchNorm", "GroupNorm", "InstanceNorm"]

@@ -19,7 +19,7 @@ import oracle
 from equality import assert_same_bits
 from flax import nnx
 from flax.training import train_state
-from programs.known_amax import HISTORY, leaves, merged
+from programs.known_amax import HISTORY, leaves
 
 import jaxfp8
 from jaxfp8 import mixed_precision
@@ -73,13 +73,11 @@ class Trainer:
         """The step of the documentation."""
         grads = self.gradient(train, loss_scale, x, grad)
         finite = mixed_precision.all_finite(grads)
-        return self.finish(train, grads, finite), loss_scale.adjust(finite)
-
-    def finish(self, train, grads, finite):
-        """The step, if `finite`."""
         if self.apply_if is not None:
-            return self.apply_if(train, grads, finite)
-        return mixed_precision.select(finite, self.apply(train, grads), train)
+            after = self.apply_if(train, grads, finite)
+        else:
+            after = mixed_precision.select(finite, self.apply(train, grads), train)
+        return after, loss_scale.adjust(finite)
 
 
 def linen(cls, fp8, tx):
@@ -155,31 +153,18 @@ class Account:
         self.state = oracle.LayerState.init(HISTORY)
         self.scaler = GradScaler(**options)
 
-    def gradient(self, batches):
-        """The mean over the microbatches, and whether any overflows in float16."""
+    def step(self, x, grad):
+        """One step of SGD, or none where the gradient overflows in float16."""
         with np.errstate(over="ignore"):
-            infinite = any(
-                np.isinf((grad * self.scaler.scale).astype(np.float16)).any()
-                for _, grad in batches
-            )
-        return np.mean(
-            [x.T.astype(np.float64) @ grad for x, grad in batches], axis=0
-        ), infinite
-
-    def step(self, batches):
-        """One step of SGD over microbatches, or none where one of them overflows."""
-        mean, infinite = self.gradient(batches)
+            scaled = (grad * self.scaler.scale).astype(np.float16)
+        infinite = np.isinf(scaled).any()
         if not infinite:
-            self.state = merged(
-                [self.state_after(x, grad * self.scaler.scale) for x, grad in batches]
-            )
-            self.kernel = (self.kernel - LEARNING_RATE * mean).astype(np.float32)
+            operands = x.astype(np.float16), self.kernel.astype(np.float16), scaled
+            self.state = oracle.dense_step(*operands, self.state).state
+            gradient = x.T.astype(np.float64) @ grad
+            self.kernel = (self.kernel - LEARNING_RATE * gradient).astype(np.float32)
         self.scaler.update(infinite)
         return infinite
-
-    def state_after(self, x, grad):
-        operands = (a.astype(np.float16) for a in (x, self.kernel, grad))
-        return oracle.dense_step(*operands, self.state).state
 
     def check(self, trainer, train, loss_scale, fp8, what):
         """Loss scale always; the kernel where products are exact; state where there is

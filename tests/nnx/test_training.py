@@ -104,6 +104,21 @@ def test_microbatches_make_one_entry():
         assert not np.array_equal(kernel, layer.kernel.get_value())
 
 
+def test_gradients_that_are_added():
+    """As `docs/state.md` says for NNX: one entry, the max."""
+    layer = linear(0)
+    kernel = np.asarray(layer.kernel.get_value())
+    microbatches = list(zip(*operands(0, 3), strict=True))
+    total = None
+    for x, grad in microbatches:
+        gradients = jaxfp8.nnx.grad(use)(layer, x, grad)
+        total = jaxfp8.accumulate_gradients(total, gradients)
+    jaxfp8.nnx.update_state(layer, total)
+    uses = [(x, kernel, grad) for x, grad in microbatches]
+    expected = expected_state(uses, oracle.LayerState.init(H))
+    assert_state(layer.dot_general, expected, "three microbatches")
+
+
 def stepped(model, optimizer, loss):
     optimizer.update(model, jaxfp8.nnx.grad(loss)(model))
 

@@ -188,9 +188,6 @@ def test_layers():
     module(x)
     state = nnx.to_pure_dict(nnx.state(module, jaxfp8.nnx.OverwriteWithGradient))
     assert set(state["dot_general"]) == wanted
-    filled = jaxfp8.calibrate(layer, variables, [x])[STATE]["Fp8DotGeneral_0"]
-    assert filled["input_amax_history"][0] == 1
-    assert filled["wgrad_input_amax_history"][0] == 0
 
 
 def test_kernels_that_are_quantized_before():

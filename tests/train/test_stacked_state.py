@@ -12,7 +12,6 @@ import optax
 import pytest
 from equality import assert_same_bits
 from flax import serialization
-from flax.core import freeze
 from flax.training import train_state
 from recipes import grids
 
@@ -110,8 +109,6 @@ def test_a_run_has_the_bits_of_the_same_run_without_it(case):
     if recipe is DELAYED:
         tables = [str(jaxfp8.inspect.summary(train)) for train in (stacked, plain)]
         assert tables[0] == tables[1]
-
-
 
 
 def test_checkpoints_hold_the_state_of_each_product():
