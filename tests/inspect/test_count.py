@@ -248,22 +248,21 @@ def test_meshes(kind):
     which are one device's bits.
     """
     (x,), kernel, (grad,) = tensors(5)
-    mesh = mesh_of(kind, data=4, tp=2)
-    place = lambda value, *spec: jax.device_put(value, NamedSharding(mesh, P(*spec)))  # noqa: E731
+    specs = P(), P(None, "tp"), P("data"), P("data", "tp")
 
     def loss(state, kernel, x, grad):
-        out = P("data", "tp") if kind == "Explicit" else None
+        out = specs[-1] if kind == "Explicit" else None
         y = jaxfp8.dot_general(
             x, kernel, MATMUL, recipe=RECIPE, state=state, out_sharding=out
         )
         return jnp.sum(y * grad)
 
+    arguments = jaxfp8.init_state(RECIPE), kernel, x, grad
+    mesh = mesh_of(kind, data=4, tp=2)
     with jax.set_mesh(mesh):
-        state = jax.device_put(jaxfp8.init_state(RECIPE), NamedSharding(mesh, P()))
-        placed = place(kernel, None, "tp"), place(x, "data"), place(grad, "data", "tp")
-        _, counts = inspect.count(
-            jax.jit(jax.grad(loss, argnums=(0, 1))), state, *placed
-        )
+        shardings = tuple(NamedSharding(mesh, spec) for spec in specs)
+        step = jax.jit(jax.grad(loss, argnums=(0, 1)))
+        _, counts = inspect.count(step, *jax.device_put(arguments, shardings))
     assert_counts(counts, expected((x, kernel, grad)), "mesh")
 
 
@@ -271,19 +270,16 @@ def test_meshes(kind):
 def test_shard_map(check_vma):
     """Each of eight devices has a row, with the fraction of the whole tensor."""
     (x,), kernel, (grad,) = tensors(6)
-    mesh = mesh_of(data=4, tp=2)
     recipe = dataclasses.replace(RECIPE, pipeline_axes=())
-
-    def local(state, kernel, x, grad):
-        return jax.grad(use)(state, kernel, x, grad, recipe)
-
-    specs = P(), P(), P("data"), P("data")
-    step = jax.jit(
-        jax.shard_map(
-            local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma
-        )
+    step = jax.shard_map(
+        lambda *operands: jax.grad(use)(*operands, recipe),
+        mesh=mesh_of(data=4, tp=2),
+        in_specs=(P(), P(), P("data"), P("data")),
+        out_specs=P(),
+        check_vma=check_vma,
     )
-    _, counts = inspect.count(step, jaxfp8.init_state(RECIPE), kernel, x, grad)
+    state = jaxfp8.init_state(RECIPE)
+    _, counts = inspect.count(jax.jit(step), state, kernel, x, grad)
     for i in range(len(counts.rows) // 3):
         assert_counts(
             counts, expected((x, kernel, grad)), f"device {i}", f"product[{i}]"

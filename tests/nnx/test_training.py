@@ -147,17 +147,11 @@ def test_an_optimizer_made_anew_is_not_traced_anew():
         assert len(traces) == before + 1
 
 
-def test_masks_and_lbfgs_are_those_of_parameters():
+def test_lbfgs_is_that_of_parameters():
     """Written as for Flax's own optimizer with `wrt=nnx.Param`."""
     layer = linear(0)
     x = jnp.ones((4, K))
     loss = lambda layer: jnp.sum((layer(x) - 1) ** 2)  # noqa: E731
-    params = nnx.as_pure(nnx.state(layer, nnx.Param))
-    masked = jaxfp8.nnx.Optimizer(
-        layer, optax.masked(optax.adam(0.1), jax.tree.map(lambda _: True, params))
-    )
-    stepped(layer, masked, loss)
-
     lbfgs = jaxfp8.nnx.Optimizer(layer, optax.lbfgs())
     graphdef, _, rest = nnx.split(layer, nnx.Param, ...)
 
