@@ -8,7 +8,6 @@ rounded 1 / size.
 
 import dataclasses
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,9 +16,8 @@ import pytest
 from cpu_mesh import mesh_of
 from equality import assert_same_bits
 from jax.sharding import NamedSharding, PartitionSpec as P
-from programs.cases import MATMUL
+from programs.cases import MATMUL, stacked
 from programs.known_amax import OPERANDS
-from programs.linen import STACKED
 
 import jaxfp8
 from jaxfp8 import inspect
@@ -155,24 +153,19 @@ def test_loops_batches_and_calls():
 
 def test_stacked_layers():
     """The state of a scan over layers is read before the loop."""
-
-    class Block(nn.Module):
-        @nn.compact
-        def __call__(self, x, _):
-            return nn.Dense(
-                K, use_bias=False, dot_general_cls=lambda: jaxfp8.Fp8DotGeneral(RECIPE)
-            )(x), None
-
-    model = jaxfp8.linen.scan(
-        Block,
-        **STACKED,
-        length=3,
-    )()
     x = tensors(4)[0][0]
-    variables = model.init(jax.random.key(0), x, None)
-    _, counts = inspect.count(
-        jax.jit(jaxfp8.grad(lambda v: jnp.sum(model.apply(v, x, None)[0]))), variables
-    )
+    layers = stacked((jnp.eye(K), jaxfp8.init_state(RECIPE)), 3)
+
+    def loss(layers):
+        def layer(x, at):
+            kernel, state = at
+            return jaxfp8.dot_general(
+                x, kernel, MATMUL, recipe=RECIPE, state=state
+            ), None
+
+        return jnp.sum(jax.lax.scan(layer, jnp.asarray(x), layers)[0])
+
+    _, counts = inspect.count(jax.jit(jaxfp8.grad(loss)), layers)
     (pair,) = (
         np.float32([row["saturated"], row["flushed"]])
         for row in counts.rows

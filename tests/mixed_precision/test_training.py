@@ -56,29 +56,6 @@ def test_run(make, fp8):
     assert skipped == 3 and loss_scale.value == 65536 * 2.0 ** (1 - 2 + 1 - 1)
 
 
-@pytest.mark.parametrize("init_scale", [2.0**10, 2.0**16, 2.0**20])
-def test_gradient_of_an_fp8_layer(init_scale):
-    """Scaled in, unscaled out: the product of the codes of the scaled gradient, within
-    the bound of any product.
-    """
-    trainer = MAKERS["our TrainState"](True, SGD)
-    account = Account()
-    x, grad = batch(0, 2.0**-20)
-    got = trainer.gradient(trainer.train, DynamicLossScale(init_scale), x, grad)[
-        "params"
-    ]["kernel"]
-    assert got.dtype == jnp.float32
-    operands = (
-        a.astype(np.float16) for a in (x, account.kernel, grad * np.float32(init_scale))
-    )
-    expected = oracle.dense_step(*operands, account.state, wgrad_dtype=np.float16).wgrad
-    expected.check(
-        (np.asarray(got) * np.float32(init_scale)).astype(np.float16), "kernel gradient"
-    )
-    # such numbers are exact in FP8: scales are 1
-    np.testing.assert_allclose(got, x.T @ grad, rtol=2.0**-11)
-
-
 # ------------------------------------------------------------------------ skipped steps
 
 

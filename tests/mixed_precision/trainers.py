@@ -181,6 +181,6 @@ class Account:
         if not fp8:
             oracle.assert_bitwise(trainer.kernel(train), self.kernel, f"{what}: kernel")
             return
-        # Products of FP8 codes are rounded; test_gradient_of_an_fp8_layer bounds it.
+        # Products of FP8 codes are rounded; `recipes/` bounds it.
         self.kernel = trainer.kernel(train)
         assert_same_bits(dict(trainer.state(train)), leaves(self.state), what)
