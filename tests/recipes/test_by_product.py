@@ -215,20 +215,6 @@ def test_kernels_that_are_quantized_before():
         )
 
 
-def test_freeze():
-    """A frozen layer has the codes of fprop, and gives the bits that the layer gave."""
-    recipe = jaxfp8.ByProduct(
-        jaxfp8.Float8BlockScaling(), None, jaxfp8.MXFP8BlockScaling()
-    )
-    x = SHAPES.arrays()[0]
-    layer = nn.Dense(4, dot_general_cls=jaxfp8.make_dot_general_cls(recipe))
-    variables = layer.init(jax.random.key(0), x)
-    frozen = jaxfp8.freeze(layer, variables, x)
-    assert_bitwise(
-        np.asarray(layer.apply(frozen, x)), np.asarray(layer.apply(variables, x)), "y"
-    )
-
-
 @pytest.mark.parametrize("role", ["linear_input", "linear_weight"])
 def test_a_ragged_product_of_codes_and_numbers(role):
     """One operand alone is FP8: all three products are those of its dequantized codes,
