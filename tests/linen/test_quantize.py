@@ -7,7 +7,6 @@ import functools
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import jaxfp8
@@ -57,8 +56,6 @@ def test_every_way_to_call(method):
     variables = variables_by_hand()
     got = by_rules().apply(variables, x(), method=method)
     assert_same(got, by_hand().apply(variables, x(), method=method))
-    plain = model().apply({"params": variables["params"]}, x(), method=method)
-    assert np.any(np.asarray(got) != np.asarray(plain))
 
 
 def test_bound_models():
