@@ -322,26 +322,19 @@ def test_the_reader_decodes_every_code(tmp_path):
         )
     np.testing.assert_array_equal(read["b"].decode(), oracle.widen(halves))
     # Scales of other writers: E8M0 for 128 x 128, and one number without a dimension.
-    weights = {
-        "x.weight": tensors["F8_E4M3"],
+    weights = {f"{name}.weight": tensors["F8_E4M3"] for name in "xy"} | {
         "x.weight_scale_inv": np.full((1, 1), 130, np.uint8).view(oracle_blocks.E8M0),
-    }
-    weights |= {
-        "y.weight": tensors["F8_E4M3"],
         "y.weight_scale_inv": np.array(3, np.float32),
+        "y.activation_scale": np.array(5, np.float32),
     }
-    safetensors.numpy.save_file(
-        weights | {"y.activation_scale": np.array(5, np.float32)}, tmp_path / "file"
-    )
+    safetensors.numpy.save_file(weights, tmp_path / "file")
     read = read_safetensors(tmp_path / "file")
     assert set(read) == {"x.weight", "y.weight"}
     assert read["y.weight"].input_scale_inv == 5
-    np.testing.assert_array_equal(
-        read["x.weight"].decode(np.float64), 8 * numpy_reader.E4M3[codes]
-    )
-    np.testing.assert_array_equal(
-        read["y.weight"].decode(np.float64), 3 * numpy_reader.E4M3[codes]
-    )
+    for name, scale in (("x", 8), ("y", 3)):
+        np.testing.assert_array_equal(
+            read[f"{name}.weight"].decode(np.float64), scale * numpy_reader.E4M3[codes]
+        )
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path):

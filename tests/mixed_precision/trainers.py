@@ -55,9 +55,7 @@ class Trainer:
     Attributes:
         train: everything that a step changes, one pytree.
         gradient: `(train, loss_scale, x, grad) -> gradients`, unscaled.
-        apply: `(train, gradients) -> train`.
-        apply_if: the same with `finite` and its own way of skipping, or None for
-            `mixed_precision.select`.
+        apply: `(train, gradients, finite) -> train`, which skips what is not finite.
         kernel: `train -> kernel`.
         state: `train -> {leaf: array}` of the layer's FP8 state.
     """
@@ -67,17 +65,12 @@ class Trainer:
     apply: Callable
     kernel: Callable
     state: Callable
-    apply_if: Callable | None = None
 
     def step(self, train, loss_scale, x, grad):
         """The step of the documentation."""
         grads = self.gradient(train, loss_scale, x, grad)
         finite = mixed_precision.all_finite(grads)
-        if self.apply_if is not None:
-            after = self.apply_if(train, grads, finite)
-        else:
-            after = mixed_precision.select(finite, self.apply(train, grads), train)
-        return after, loss_scale.adjust(finite)
+        return self.apply(train, grads, finite), loss_scale.adjust(finite)
 
 
 def linen(cls, fp8, tx):
@@ -97,7 +90,9 @@ def linen(cls, fp8, tx):
     return Trainer(
         cls.create(apply_fn=layer.apply, params=variables, tx=tx),
         gradient,
-        lambda train, grads: train.apply_gradients(grads=grads),
+        lambda train, grads, finite: mixed_precision.select(
+            finite, train.apply_gradients(grads=grads), train
+        ),
         lambda train: np.asarray(train.params["params"]["kernel"]),
         lambda train: train.params[jaxfp8.OVERWRITE_WITH_GRADIENT]["Fp8DotGeneral_0"],
     )
@@ -119,23 +114,20 @@ def in_nnx(fp8, tx):
         )
         return loss_scale.unscale(jaxfp8.nnx.grad(scaled)(model))
 
-    def apply(train, grads, finite=None):
+    def apply(train, grads, finite):
         model, optimizer = nnx.merge(graph, train, copy=True)
-        if finite is None:
+        with jaxfp8.nnx.step_if(finite, model, optimizer):
             optimizer.update(model, grads)
-        else:
-            with jaxfp8.nnx.step_if(finite, model, optimizer):
-                optimizer.update(model, grads)
         return nnx.split((model, optimizer))[1]
 
     def state(train):
         found = nnx.state(nnx.merge(graph, train)[0], jaxfp8.nnx.OverwriteWithGradient)
-        return {path[-1]: leaf.get_value() for path, leaf in nnx.to_flat_state(found)}
+        return nnx.to_pure_dict(found)["dot_general"]
 
     def kernel(train):
         return np.asarray(nnx.merge(graph, train)[0].kernel.get_value())
 
-    return Trainer(train, gradient, apply, kernel, state, apply_if=apply)
+    return Trainer(train, gradient, apply, kernel, state)
 
 
 MAKERS = {
