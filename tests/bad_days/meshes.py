@@ -39,37 +39,30 @@ def gradient_of(library):
     )(variables)
 
 
-def in_shard_map(library, gradient, checked):
-    """The gradient of a step over eight devices; the state of each, stacked."""
-    mesh = cube()
-    axes = mesh.axis_names
-
-    def step(variables, x, grad):
-        state = gradient(variables, x, grad)[OWG]
-        return jax.tree.map(lambda leaf: leaf[None], state)
-
-    return jax.jit(
-        jax.shard_map(
-            step,
-            mesh=mesh,
-            in_specs=(P(), P(axes), P(axes)),
-            out_specs=P(axes),
-            check_vma=checked,
-        )
-    )
-
-
 @row("`shard_map`, `check_vma` on and off: the amax of all devices", any_layer=True)
 def with_shard_map(library):
     tally = Tally()
     operands = data()
     x, kernel, grad = operands
+    axes = cube().axis_names
+    gradient = gradient_of(library)
+
+    def state_of_each(*arguments):
+        state = gradient(*arguments)[OWG]
+        return jax.tree.map(lambda leaf: leaf[None], state)
+
     for checked in (True, False):
         with warnings.catch_warnings(), tally.raising(f"check_vma={checked}"):
             # ours says that check_vma=False needs to be told about pipelines
             warnings.simplefilter("ignore")
-            step = in_shard_map(library, gradient_of(library), checked)
-            state = step(library.variables(kernel), x, grad)
+            step = jax.shard_map(
+                state_of_each,
+                mesh=cube(),
+                in_specs=(P(), P(axes), P(axes)),
+                out_specs=P(axes),
+                check_vma=checked,
+            )
+            state = jax.jit(step)(library.variables(kernel), x, grad)
             for name, true in amaxes(*operands).items():
                 slots = np.asarray(state[library.module][f"{name}_amax_history"])[:, 0]
                 what = (

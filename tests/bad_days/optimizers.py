@@ -221,6 +221,7 @@ def checkpointed_loop(library):
         )
     for grad, kind, is_carried in (
         (jax.grad, "checkpointed", True),
+        (jaxfp8.grad, "bounded", True),
         (jaxfp8.grad, "bounded", False),
         (jax.grad, "bounded", False),
     ):

@@ -199,38 +199,32 @@ def same_from_every_way(library):
 
 @row("two threads call one jitted function", any_layer=True)
 def two_threads(library):
-    """Each trains on its own data and ends in the bits of a run alone, also where both
-    trace at once, where each has a function of its own, and where state is given away.
+    """Each trains on its own data and ends in the bits of a run alone, where both trace
+    one function at once and give their state away, and where each has a function.
     """
     tally = Tally()
-    steps = 12
 
-    def run(step, thread, barrier=None):
+    def run(step, thread, barrier):
         variables = jax.tree.map(jnp.array, library.variables(normal(thread, (K, N))))
-        for i in range(steps):
-            if barrier:
-                barrier.wait(timeout=60)
+        for i in range(12):
+            barrier.wait(timeout=60)
             got = step(variables, *(v[i % USES] for v in data(20 * thread + i)))
             variables = got.variables
         return got
 
-    def both(make, what):
-        alone = [run(step, thread) for thread, step in enumerate(make())]
-        made = make()
-        barrier = threading.Barrier(2)
+    shared = step_of(library, N, donate=True)
+    for what, steps in {
+        "one function": [shared, shared],
+        "a function each": [step_of(library, N, donate=True) for _ in range(2)],
+    }.items():
+        alone = [run(step, i, threading.Barrier(1)) for i, step in enumerate(steps)]
+        jax.clear_caches()
+        barriers = [threading.Barrier(2)] * 2
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            futures = [
-                pool.submit(run, step, thread, barrier)
-                for thread, step in enumerate(made)
-            ]
-            for thread, future in enumerate(futures):
-                same = same_bits(future.result(timeout=120), alone[thread])
-                tally(same, f"{what}: thread {thread} has other bits than alone")
-
-    traced = step_of(library, N)
-    both(lambda: [traced] * 2, "traced")
-    both(lambda: [step_of(library, N, donate=True)] * 2, "traced by both at once")
-    both(lambda: [step_of(library, N, True) for _ in range(2)], "a function each")
+            together = list(pool.map(run, steps, range(2), barriers, timeout=120))
+        for i in range(2):
+            same = same_bits(together[i], alone[i])
+            tally(same, f"{what}: thread {i} has other bits than alone")
     return tally.verdict("the bits of a run alone")
 
 

@@ -8,6 +8,7 @@ import chex
 import jax
 import numpy as np
 import oracle
+from programs.known_amax import merged
 
 from .libraries import OPERANDS, OWG
 
@@ -104,16 +105,17 @@ def next_state(state: oracle.LayerState, *uses) -> oracle.LayerState:
     """By the oracle, after a step with these `(x, kernel, grad)`s: slot 0 is the
     largest of their amaxes.
     """
-    parts = {}
-    for i, name in enumerate(OPERANDS):
-        each = [
-            oracle.step(operands[i], getattr(state, name), FORMATS[name])[2]
+    return merged(
+        [
+            oracle.LayerState(
+                *(
+                    oracle.step(value, getattr(state, name), FORMATS[name])[2]
+                    for name, value in zip(OPERANDS, operands, strict=True)
+                )
+            )
             for operands in uses
         ]
-        parts[name] = oracle.State(
-            np.max([part.amax_history for part in each], axis=0), each[0].scale
-        )
-    return oracle.LayerState(**parts)
+    )
 
 
 def tally_state(

@@ -257,21 +257,11 @@ class Others(nn.Module):
     @nn.compact
     def __call__(self, x, with_second=True):
         boxed = nn.with_partitioning(nn.initializers.lecun_normal(), ("in", "out"))
-        x = nn.Dense(
-            K,
-            dot_general_cls=jaxfp8.Fp8DotGeneral,
-            kernel_init=boxed,
-            use_bias=False,
-            name="first",
-        )(x)
-        x = nn.BatchNorm(use_running_average=True, name="norm")(x) * self.param(
-            "temperature", nn.initializers.ones, ()
-        )
-        return (
-            nn.Dense(8, dot_general_cls=jaxfp8.Fp8DotGeneral, name="second")(x)
-            if with_second
-            else x
-        )
+        dense = functools.partial(nn.Dense, dot_general_cls=jaxfp8.Fp8DotGeneral)
+        x = dense(K, kernel_init=boxed, use_bias=False, name="first")(x)
+        x = nn.BatchNorm(use_running_average=True, name="norm")(x)
+        x *= self.param("temperature", nn.initializers.ones, ())
+        return dense(8, use_bias=False, name="second")(x) if with_second else x
 
 
 def test_what_is_no_frozen_kernel(tmp_path):
@@ -279,23 +269,19 @@ def test_what_is_no_frozen_kernel(tmp_path):
     with as_users_have_jax():
         model = Others()
         variables = jaxfp8.calibrate(model, model.init(jax.random.key(0), X), [X])
-        example = jax.ShapeDtypeStruct(X.shape, X.dtype)
         options = {"with_second": False, "mutable": ["batch_stats"]}
-        frozen = jaxfp8.freeze(model, variables, example, **options)
+        frozen = jaxfp8.freeze(model, variables, X, **options)
     assert set(frozen[OWG]) == {"second"}
     config = to_safetensors(frozen, tmp_path / "file", layout="tensor")
     tensors = numpy_reader.read(tmp_path / "file")
-    first = {"first.weight", "first.weight_scale", "first.input_scale"}
-    norm = {"norm.weight", "norm.bias", "batch_stats.norm.mean", "batch_stats.norm.var"}
-    assert set(tensors) == first | norm | {
-        "temperature",
-        "second.weight",
-        "second.bias",
+    assert set(tensors) == {
+        *("first.weight", "first.weight_scale", "first.input_scale"),
+        *("norm.weight", "norm.bias", "batch_stats.norm.mean", "batch_stats.norm.var"),
+        *("temperature", "second.weight"),
     }
     assert tensors["temperature"].shape == () and config["ignore"] == ["second"]
-    np.testing.assert_array_equal(
-        tensors["second.weight"], np.asarray(variables["params"]["second"]["kernel"]).T
-    )
+    kernel = np.asarray(variables["params"]["second"]["kernel"])
+    np.testing.assert_array_equal(tensors["second.weight"], kernel.T)
 
 
 def test_nnx(tmp_path):
@@ -336,26 +322,19 @@ def test_the_reader_decodes_every_code(tmp_path):
         )
     np.testing.assert_array_equal(read["b"].decode(), oracle.widen(halves))
     # Scales of other writers: E8M0 for 128 x 128, and one number without a dimension.
-    weights = {
-        "x.weight": tensors["F8_E4M3"],
+    weights = {f"{name}.weight": tensors["F8_E4M3"] for name in "xy"} | {
         "x.weight_scale_inv": np.full((1, 1), 130, np.uint8).view(oracle_blocks.E8M0),
-    }
-    weights |= {
-        "y.weight": tensors["F8_E4M3"],
         "y.weight_scale_inv": np.array(3, np.float32),
+        "y.activation_scale": np.array(5, np.float32),
     }
-    safetensors.numpy.save_file(
-        weights | {"y.activation_scale": np.array(5, np.float32)}, tmp_path / "file"
-    )
+    safetensors.numpy.save_file(weights, tmp_path / "file")
     read = read_safetensors(tmp_path / "file")
     assert set(read) == {"x.weight", "y.weight"}
     assert read["y.weight"].input_scale_inv == 5
-    np.testing.assert_array_equal(
-        read["x.weight"].decode(np.float64), 8 * numpy_reader.E4M3[codes]
-    )
-    np.testing.assert_array_equal(
-        read["y.weight"].decode(np.float64), 3 * numpy_reader.E4M3[codes]
-    )
+    for name, scale in (("x", 8), ("y", 3)):
+        np.testing.assert_array_equal(
+            read[f"{name}.weight"].decode(np.float64), scale * numpy_reader.E4M3[codes]
+        )
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path):

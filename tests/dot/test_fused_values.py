@@ -128,8 +128,6 @@ def test_scales_of_the_tensor_at_hand(name):
     oracle.assert_bitwise(
         got[1][2].input.scale, np.reshape(1 / scale, 1), "scale of the first step"
     )
-    unit, _ = both(CASES[name], operands, kernel, jaxfp8.init_state(RECIPE))
-    assert not np.array_equal(unit[0], got[0]), "the scale matters here"
 
 
 X = np.ones((3, 2, 4), F32)

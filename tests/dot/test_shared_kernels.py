@@ -5,16 +5,10 @@ state, how many products.
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
 from jax import lax
 from programs import cases
-from programs.known_amax import merged, sum_of, used_state
-
-import jaxfp8
-
-# of the layer that uses the same kernel the other way around
-TRANSPOSED = (((1,), (1,)), ((), ()))
+from programs.known_amax import used_state
 
 
 def inner(y, grad):
@@ -30,30 +24,6 @@ def products(function, *arguments) -> int:
 
 
 # ------------------------------------------------------------------------- weight tying
-
-
-def test_tied_kernel():
-    """x1 @ kernel and x2 @ kernel.T, as embedding and logits, with one state: gradients
-    of the kernel add, amaxes do not.
-    """
-    x1, kernel, grad1 = cases.operands()
-    x2, grad2 = 3 * grad1, 5 * x1  # of the shapes that kernel.T takes
-    state = used_state()
-
-    def loss(kernel, packed):
-        y1 = cases.product(x1, kernel, packed)
-        y2 = jaxfp8.dot_general(
-            x2, kernel, TRANSPOSED, recipe=cases.RECIPE, state=packed
-        )
-        return inner(y1, grad1) + inner(y2, grad2)
-
-    gradient = jax.jit(jax.grad(loss, argnums=(0, 1)))
-    dkernel, got = gradient(kernel, cases.pack(state))
-    one = oracle.dense_step(x1, kernel, grad1, state)
-    two = oracle.dense_step(x2, np.ascontiguousarray(kernel.T), grad2, state)
-    cases.assert_state(got, merged([one.state, two.state]))
-    of_two = oracle.Product(two.wgrad.exact.T, two.wgrad.bound.T)
-    sum_of([one.wgrad, of_two]).check(dkernel, "sum of both wgrads")
 
 
 # ----------------------------------------------------------------------- frozen kernels

@@ -75,7 +75,6 @@ _ATTENTION = {
 }
 LINEN = {
     "Dense, bf16": lambda: nn.Dense(N, dot_general_cls=fp8(), **BF16),
-    "Dense, f32": lambda: nn.Dense(N, dot_general_cls=fp8()),
     "own Dense": lambda: jaxfp8.linen.Dense(N, recipe=RECIPE, **BF16),
     "GatedMLP": lambda: jaxfp8.linen.GatedMLP(N, recipe=RECIPE, **BF16),
     "NormDense": lambda: jaxfp8.linen.NormDense((3, N), recipe=RECIPE, **BF16),
@@ -89,18 +88,15 @@ LINEN = {
     "Einsum": lambda: quantized(nn.Einsum((2, N, K), "bik,bnk->bin", use_bias=False)),
     "rules": lambda: quantized(nn.Dense(N, **BF16)),
     "scan": Scanned,
-    "rules, scan": lambda: quantized(Scanned()),
     "scan along 1": lambda: Scanned(axis=1),
-    "scan of remat": lambda: Scanned(block=nn.remat(Block)),
+    "rules, scan of remat": lambda: quantized(Scanned(block=nn.remat(Block))),
     "vmap": Members,
     "tied": Tied,
     "current": lambda: quantized(nn.Dense(N, **BF16), jaxfp8.Float8CurrentScaling()),
     "row-wise": lambda: quantized(nn.Dense(N, **BF16), jaxfp8.Float8RowwiseScaling()),
-    "block": lambda: quantized(nn.Dense(N, **BF16), jaxfp8.Float8BlockScaling()),
     "block, GatedMLP": lambda: jaxfp8.linen.GatedMLP(
         N, recipe=jaxfp8.Float8BlockScaling(), **BF16
     ),
-    "MXFP8": lambda: quantized(nn.Dense(N, **BF16), jaxfp8.MXFP8BlockScaling()),
     "MXFP8, DenseGeneral": lambda: quantized(
         nn.DenseGeneral(N, axis=(-1, -2)), jaxfp8.MXFP8BlockScaling()
     ),
@@ -151,7 +147,6 @@ NNX = {
     "Linear, bf16": lambda rngs: nnx.Linear(
         K, N, dot_general=product(), rngs=rngs, **BF16
     ),
-    "Linear, f32": lambda rngs: nnx.Linear(K, N, dot_general=product(), rngs=rngs),
     "own Linear": lambda rngs: jaxfp8.nnx.Linear(
         K, N, recipe=RECIPE, rngs=rngs, **BF16
     ),

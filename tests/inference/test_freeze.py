@@ -254,7 +254,7 @@ def test_errors():
     with pytest.raises(
         ValueError, match=r"freeze: input: no amax was recorded.*jaxfp8.calibrate"
     ):
-        jaxfp8.freeze(models.NNX["Linear, f32"](nnx.Rngs(0)), X)
+        jaxfp8.freeze(models.NNX["Linear, bf16"](nnx.Rngs(0)), X)
     model, _, frozen = models.linen("Dense, bf16")
     for given in (
         (nn.Dense(N), nn.Dense(N).init(KEY, X), X),

@@ -8,7 +8,6 @@ rounded 1 / size.
 
 import dataclasses
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,9 +16,8 @@ import pytest
 from cpu_mesh import mesh_of
 from equality import assert_same_bits
 from jax.sharding import NamedSharding, PartitionSpec as P
-from programs.cases import MATMUL
+from programs.cases import MATMUL, stacked
 from programs.known_amax import OPERANDS
-from programs.linen import STACKED
 
 import jaxfp8
 from jaxfp8 import inspect
@@ -155,24 +153,19 @@ def test_loops_batches_and_calls():
 
 def test_stacked_layers():
     """The state of a scan over layers is read before the loop."""
-
-    class Block(nn.Module):
-        @nn.compact
-        def __call__(self, x, _):
-            return nn.Dense(
-                K, use_bias=False, dot_general_cls=lambda: jaxfp8.Fp8DotGeneral(RECIPE)
-            )(x), None
-
-    model = jaxfp8.linen.scan(
-        Block,
-        **STACKED,
-        length=3,
-    )()
     x = tensors(4)[0][0]
-    variables = model.init(jax.random.key(0), x, None)
-    _, counts = inspect.count(
-        jax.jit(jaxfp8.grad(lambda v: jnp.sum(model.apply(v, x, None)[0]))), variables
-    )
+    layers = stacked((jnp.eye(K), jaxfp8.init_state(RECIPE)), 3)
+
+    def loss(layers):
+        def layer(x, at):
+            kernel, state = at
+            return jaxfp8.dot_general(
+                x, kernel, MATMUL, recipe=RECIPE, state=state
+            ), None
+
+        return jnp.sum(jax.lax.scan(layer, jnp.asarray(x), layers)[0])
+
+    _, counts = inspect.count(jax.jit(jaxfp8.grad(loss)), layers)
     (pair,) = (
         np.float32([row["saturated"], row["flushed"]])
         for row in counts.rows
@@ -248,22 +241,21 @@ def test_meshes(kind):
     which are one device's bits.
     """
     (x,), kernel, (grad,) = tensors(5)
-    mesh = mesh_of(kind, data=4, tp=2)
-    place = lambda value, *spec: jax.device_put(value, NamedSharding(mesh, P(*spec)))  # noqa: E731
+    specs = P(), P(None, "tp"), P("data"), P("data", "tp")
 
     def loss(state, kernel, x, grad):
-        out = P("data", "tp") if kind == "Explicit" else None
+        out = specs[-1] if kind == "Explicit" else None
         y = jaxfp8.dot_general(
             x, kernel, MATMUL, recipe=RECIPE, state=state, out_sharding=out
         )
         return jnp.sum(y * grad)
 
+    arguments = jaxfp8.init_state(RECIPE), kernel, x, grad
+    mesh = mesh_of(kind, data=4, tp=2)
     with jax.set_mesh(mesh):
-        state = jax.device_put(jaxfp8.init_state(RECIPE), NamedSharding(mesh, P()))
-        placed = place(kernel, None, "tp"), place(x, "data"), place(grad, "data", "tp")
-        _, counts = inspect.count(
-            jax.jit(jax.grad(loss, argnums=(0, 1))), state, *placed
-        )
+        shardings = tuple(NamedSharding(mesh, spec) for spec in specs)
+        step = jax.jit(jax.grad(loss, argnums=(0, 1)))
+        _, counts = inspect.count(step, *jax.device_put(arguments, shardings))
     assert_counts(counts, expected((x, kernel, grad)), "mesh")
 
 
@@ -271,19 +263,16 @@ def test_meshes(kind):
 def test_shard_map(check_vma):
     """Each of eight devices has a row, with the fraction of the whole tensor."""
     (x,), kernel, (grad,) = tensors(6)
-    mesh = mesh_of(data=4, tp=2)
     recipe = dataclasses.replace(RECIPE, pipeline_axes=())
-
-    def local(state, kernel, x, grad):
-        return jax.grad(use)(state, kernel, x, grad, recipe)
-
-    specs = P(), P(), P("data"), P("data")
-    step = jax.jit(
-        jax.shard_map(
-            local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma
-        )
+    step = jax.shard_map(
+        lambda *operands: jax.grad(use)(*operands, recipe),
+        mesh=mesh_of(data=4, tp=2),
+        in_specs=(P(), P(), P("data"), P("data")),
+        out_specs=P(),
+        check_vma=check_vma,
     )
-    _, counts = inspect.count(step, jaxfp8.init_state(RECIPE), kernel, x, grad)
+    state = jaxfp8.init_state(RECIPE)
+    _, counts = inspect.count(jax.jit(step), state, kernel, x, grad)
     for i in range(len(counts.rows) // 3):
         assert_counts(
             counts, expected((x, kernel, grad)), f"device {i}", f"product[{i}]"

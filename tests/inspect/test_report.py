@@ -196,15 +196,12 @@ def test_models_without_rules():
         "code": jaxfp8.DelayedScaling(),
     }
     assert "conv" not in rows and "embed" not in rows
-    own = by_layer(
-        jaxfp8.report(
-            nn.Dense(3, dot_general_cls=lambda: jaxfp8.Fp8DotGeneral(recipe=A)), X
-        )
-    )
-    assert (own[""]["recipe"], own[""]["why"]) == (A, "own recipe")
-    other = by_layer(jaxfp8.report(nn.Dense(3, dot_general_cls=nn.Fp8DotGeneral), X))
-    assert other[""]["why"].startswith("own Fp8DirectDotGeneralOp")
-    assert other[""]["recipe"] is None
+    for cls, recipe, why in (
+        (jaxfp8.make_dot_general_cls(A), A, "own recipe"),
+        (nn.Fp8DotGeneral, None, "own Fp8DirectDotGeneralOp"),
+    ):
+        (row,) = jaxfp8.report(nn.Dense(3, dot_general_cls=cls), X).rows
+        assert row["recipe"] == recipe and row["why"].startswith(why)
     nnx_rows = by_layer(jaxfp8.report(Nnx(nnx.Rngs(0))))
     assert nnx_rows["code"]["why"] == "default" and nnx_rows["mix"]["why"] == "no rule"
 

@@ -14,6 +14,7 @@ from equality import assert_same_bits
 from flax import nnx
 from jax import lax
 from programs.cases import stacked
+from programs.known_amax import named
 
 import jaxfp8
 from integrations.test_maxtext import quantization, standin as standin
@@ -73,15 +74,6 @@ def loss_fn(model, config, data, dropout_rng=None, params=None, is_train=True):
     return jnp.sum(model(*data) ** 2), {}
 
 
-def names_of(state):
-    """The state of a product, by the names of its variables."""
-    return {
-        f"{role}_{leaf}": getattr(getattr(state, role), leaf)
-        for role in ("input", "kernel", "output_grad")
-        for leaf in ("amax_history", "scale")
-    }
-
-
 @functools.cache
 def by_hand(layers=2, is_fused=False):
     """The state after each of STEPS steps, of products that are written down for one
@@ -117,7 +109,7 @@ def by_hand(layers=2, is_fused=False):
     states = []
     for step in range(STEPS):
         state = jaxfp8.update_state(state, gradient(state, *batch(step)))
-        states.append({name: names_of(state[name]) for name in PRODUCTS})
+        states.append({name: named(state[name]) for name in PRODUCTS})
     return states
 
 

@@ -63,51 +63,48 @@ def case(name: str) -> Case:
     )
 
 
-def loop(case: Case) -> dict:
-    """A relu mixture by its definition, token by token, with its gradients."""
-    y = np.zeros_like(case.x)
-    dx = np.zeros_like(case.x)
-    dweights = np.zeros_like(case.weights)
-    dwi = np.zeros_like(case.wi)
-    dwo = np.zeros_like(case.wo)
+def rows_of(case: Case) -> list[tuple]:
+    """The rows that have an expert, in the order of experts: expert, token, slot, x,
+    what the first product gives, and the gradients of both products' results.
+    """
+    rows = []
     for token, slot in np.ndindex(case.expert.shape):
         e = case.expert[token, slot]
-        weight = case.weights[token, slot]
-        if not 0 <= e < COUNT:
-            continue
-        x = case.x[token]
-        grad = case.grad[token]
-        before = x @ case.wi[e]
+        if 0 <= e < COUNT:
+            x = case.x[token]
+            before = x @ case.wi[e]
+            grad = case.weights[token, slot] * case.grad[token]
+            dbefore = (grad @ case.wo[e].T) * (before > 0)
+            rows.append((e, token, slot, x, before, dbefore, grad))
+    return sorted(rows, key=lambda row: row[0])
+
+
+def loop(case: Case) -> dict:
+    """A relu mixture by its definition, row by row, with its gradients."""
+    operands = {"y": case.x, "x": case.x}
+    operands |= {name: getattr(case, name) for name in ("weights", "wi", "wo")}
+    sums = {name: np.zeros_like(operand) for name, operand in operands.items()}
+    for e, token, slot, x, before, dbefore, grad in rows_of(case):
         hidden = np.maximum(before, 0)
         result = hidden @ case.wo[e]
-        y[token] += weight * result
-        dweights[token, slot] = grad @ result
-        dbefore = (weight * grad @ case.wo[e].T) * (before > 0)
-        dwo[e] += np.outer(hidden, weight * grad)
-        dwi[e] += np.outer(x, dbefore)
-        dx[token] += dbefore @ case.wi[e].T
-    return {"y": y, "x": dx, "weights": dweights, "wi": dwi, "wo": dwo}
+        sums["y"][token] += case.weights[token, slot] * result
+        sums["x"][token] += dbefore @ case.wi[e].T
+        sums["weights"][token, slot] = case.grad[token] @ result
+        sums["wi"][e] += np.outer(x, dbefore)
+        sums["wo"][e] += np.outer(hidden, grad)
+    return sums
 
 
 def next_states(case: Case) -> dict:
     """The state of both products after one step from none, by the oracle: rows sorted
     by expert, and no other row.
     """
-    rows = [
-        (case.expert[token, slot], token, slot)
-        for token, slot in np.ndindex(case.expert.shape)
-        if 0 <= case.expert[token, slot] < COUNT
-    ]
-    rows.sort(key=lambda row: row[0])
-    experts, tokens, slots = np.array(rows).T
+    experts, _, _, *arrays = zip(*rows_of(case), strict=True)
+    x, before, dbefore, grad = map(np.stack, arrays)
     sizes = np.bincount(experts, minlength=COUNT).tolist()
-    x = case.x[tokens]
-    before = np.stack([row @ case.wi[e] for row, e in zip(x, experts, strict=True)])
-    grad = case.weights[tokens, slots][:, None] * case.grad[tokens]
-    dhidden = np.stack([g @ case.wo[e].T for g, e in zip(grad, experts, strict=True)])
     first = oracle.LayerState.init(HISTORY)
     products = {
-        "wi": (x, case.wi, sizes, dhidden * (before > 0)),
+        "wi": (x, case.wi, sizes, dbefore),
         "wo": (np.maximum(before, 0), case.wo, sizes, grad),
     }
     return {

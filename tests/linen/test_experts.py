@@ -197,24 +197,16 @@ def test_names():
 
 
 def test_rules_and_report():
-    x, expert, weights = args = tokens(5)
-
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return Experts(COUNT, HIDDEN, name="experts")(x, expert, weights)
-
-    model = jaxfp8.linen.quantize(Model(), [("experts/wi", None), (".*/wo", RECIPE)])
-    rows = {row["layer"]: row for row in jaxfp8.report(model, x).rows}
-    assert {path: row["recipe"] for path, row in rows.items()} == {
-        "experts/wi": None,
-        "experts/wo": RECIPE,
-    }
-    assert rows["experts/wo"]["input"] == (10, HIDDEN)
-    assert rows["experts/wo"]["kernel"] == (COUNT, HIDDEN, WIDTH)
-    shapes = jax.eval_shape(model.init, KEY, x)
-    assert set(shapes[OWG]["experts"]) == {"wo"}
-    by_rule = jaxfp8.linen.quantize(Experts(COUNT, HIDDEN), [(".*", RECIPE)])
+    args = tokens(5)
+    rules = [("layers_0/wi", None), (".*/wo", RECIPE)]
+    model = jaxfp8.quantize(nn.Sequential([Experts(COUNT, HIDDEN)]), rules)
+    rows = {row["layer"]: row for row in jaxfp8.report(model, *args).rows}
+    wi, wo = (rows[f"layers_0/{name}"] for name in ("wi", "wo"))
+    assert (wi["recipe"], wo["recipe"]) == (None, RECIPE) and len(rows) == 2
+    assert (wo["input"], wo["kernel"]) == ((10, HIDDEN), (COUNT, HIDDEN, WIDTH))
+    shapes = jax.eval_shape(model.init, KEY, *args)
+    assert set(shapes[OWG]["layers_0"]) == {"wo"}
+    by_rule = jaxfp8.quantize(Experts(COUNT, HIDDEN), [(".*", RECIPE)])
     variables = used_variables(by_rule, *args)
     assert_same_bits(
         by_rule.apply(variables, *args), GATED.apply(variables, *args), "rule"

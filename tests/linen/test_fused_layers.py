@@ -13,7 +13,7 @@ import pytest
 from draws import normal
 from equality import assert_same_bits
 from flax.traverse_util import flatten_dict
-from programs.known_amax import OPERANDS, RECIPES
+from programs.known_amax import RECIPES, packed
 from recipes.cases import KINDS
 
 import jaxfp8
@@ -74,15 +74,10 @@ def product(x, variables, path, recipe, dtype, **options):
     params = functools.reduce(dict.__getitem__, path, variables["params"])
     state = None
     if OWG in variables:
-        leaves = functools.reduce(
-            dict.__getitem__, (*path, "Fp8DotGeneral_0"), variables[OWG]
-        )
-        parts = [
-            (leaves[f"{name}_amax_history"], leaves[f"{name}_scale"])
-            for name in OPERANDS
-        ]
-        state = jaxfp8.DotGeneralState(
-            *(jaxfp8.recipes.QuantizerState(*part) for part in parts)
+        state = packed(
+            functools.reduce(
+                dict.__getitem__, (*path, "Fp8DotGeneral_0"), variables[OWG]
+            )
         )
     options |= {
         "recipe": recipe,

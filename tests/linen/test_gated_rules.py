@@ -227,19 +227,6 @@ def test_inner_values_are_those_of_the_layers():
         assert np.max(np.abs(value - exact)) < 0.1 * np.max(np.abs(exact))
 
 
-def test_report_names_the_rule():
-    model = with_rule(Model(MLP()))
-    variables = model.init(KEY, X)
-    for given in (None, variables):
-        rows = jaxfp8.report(model, X, variables=given).rows
-        assert [(row["layer"], row["recipe"], row["why"]) for row in rows] == [
-            (f"mlp/{name}_proj", DELAYED, "rule 0 '.*' as a GatedMLP")
-            for name in ("down", "gate", "up")
-        ]
-    with pytest.raises(ValueError, match="rules that decide nothing: rule 0 'mpl'"):
-        jaxfp8.report(quantize(Model(MLP()), [("mpl", named())]), X, strict=True)
-
-
 def test_inference():
     """Frozen layers run apart, with the same codes; so do layers without state, which
     take the scales at hand.

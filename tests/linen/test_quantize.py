@@ -7,7 +7,6 @@ import functools
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import jaxfp8
@@ -57,8 +56,6 @@ def test_every_way_to_call(method):
     variables = variables_by_hand()
     got = by_rules().apply(variables, x(), method=method)
     assert_same(got, by_hand().apply(variables, x(), method=method))
-    plain = model().apply({"params": variables["params"]}, x(), method=method)
-    assert np.any(np.asarray(got) != np.asarray(plain))
 
 
 def test_bound_models():
@@ -112,10 +109,8 @@ def test_is_a_module_like_its_model():
 # ----------------------------------------------------------------- which rule, and None
 
 
-def compare_which_rule():
-    """First match, as a whole, and None: raises AssertionError at the first
-    difference.
-    """
+def test_which_rule():
+    """First match, as a whole, and None."""
     compare_programs(
         quantize(model(), [("head", A), ("head", B), (".*", None)]), model(h=A), x()
     )
@@ -129,10 +124,6 @@ def compare_which_rule():
     compare_programs(
         quantize(by_hand(), [(r"blocks_\d/mlp", None)]), model(A, None, None, A), x()
     )
-
-
-def test_which_rule():
-    compare_which_rule()
 
 
 def test_rules_on_rules():

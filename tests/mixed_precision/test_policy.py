@@ -14,8 +14,7 @@ from flax import linen as nn, nnx
 import jaxfp8
 from jaxfp8.mixed_precision import Policy
 
-from . import leaves
-
+OWG = jaxfp8.OVERWRITE_WITH_GRADIENT
 HALF = Policy.parse("params=float32,compute=float16,output=float32")
 FLOATS = [np.float16, oracle.BF16, np.float32, np.float64]
 
@@ -88,32 +87,39 @@ def test_floats_are_cast(to, dtype):
     )
 
 
+# Its source alone is a value.
+QTENSOR = jaxfp8.QTensor(
+    jnp.ones((2, 2), jnp.float8_e4m3fn), jnp.ones(1), source=jnp.ones((2, 2))
+)
+NO_PARAMETERS = {
+    OWG: {"Dense_0": {"input_amax_history": jnp.ones(2), "input_scale": jnp.ones(1)}},
+    "own": {OWG: {"linear_input_amax": jnp.ones(2)}},
+    "plain": jaxfp8.init_state(jaxfp8.DelayedScaling(amax_history_len=3)),
+    "e5m2": jnp.ones(2, jnp.float8_e5m2),
+    "ints": jnp.arange(2),
+    "flag": np.bool_(True),
+    "key": jax.random.key(0),
+    "nothing": None,
+    "complex": jnp.ones(2, jnp.complex64),
+    "number": 1.5,
+    "text": "relu",
+}
+
+
 @pytest.mark.parametrize("to", ["param", "compute", "output"])
 def test_all_else_stays(to):
-    tree = {"complex": jnp.ones(2, jnp.complex64), "number": 1.5, "text": "relu"}
-    got, source = leaves.assert_others_stay(
-        getattr(Policy.parse("f16"), f"cast_to_{to}"), tree
-    )
-    assert got["complex"] is tree["complex"]
-    assert (got["number"], got["text"]) == (
-        1.5,
-        "relu",
-    )
-    assert source.dtype == jnp.float16
+    """FP8 state, codes, integers, keys, whatever they are named and however deep."""
+    given = NO_PARAMETERS | {"q": QTENSOR}
+    got = getattr(Policy.parse("f16"), f"cast_to_{to}")(given)
+    q = got.pop("q")
+    assert jax.tree.structure(got) == jax.tree.structure(NO_PARAMETERS)
+    leaves = zip(*map(jax.tree.leaves, (got, NO_PARAMETERS)), strict=True)
+    assert all(leaf is before for leaf, before in leaves)
+    assert q.data is QTENSOR.data and q.scale_inv is QTENSOR.scale_inv
+    assert q.source.dtype == jnp.float16
 
 
 # -------------------------------------------------------------------------------- table
-
-
-def test_state_of_nnx_models():
-    model = nnx.Linear(8, 3, dot_general=jaxfp8.nnx.Fp8DotGeneral(), rngs=nnx.Rngs(0))
-    model(np.ones((4, 8), np.float32))
-    dtypes = {
-        type(v): v.get_value().dtype
-        for _, v in nnx.to_flat_state(HALF.cast_to_compute(nnx.state(model)))
-    }
-    assert dtypes[nnx.Param] == jnp.float16
-    assert dtypes[jaxfp8.nnx.OverwriteWithGradient] == jnp.float32
 
 
 NORMS = ["LayerNorm", "RMSNorm", "BatchNorm", "GroupNorm", "InstanceNorm"]

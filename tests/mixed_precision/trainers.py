@@ -19,7 +19,7 @@ import oracle
 from equality import assert_same_bits
 from flax import nnx
 from flax.training import train_state
-from programs.known_amax import HISTORY, leaves, merged
+from programs.known_amax import HISTORY, leaves
 
 import jaxfp8
 from jaxfp8 import mixed_precision
@@ -55,9 +55,7 @@ class Trainer:
     Attributes:
         train: everything that a step changes, one pytree.
         gradient: `(train, loss_scale, x, grad) -> gradients`, unscaled.
-        apply: `(train, gradients) -> train`.
-        apply_if: the same with `finite` and its own way of skipping, or None for
-            `mixed_precision.select`.
+        apply: `(train, gradients, finite) -> train`, which skips what is not finite.
         kernel: `train -> kernel`.
         state: `train -> {leaf: array}` of the layer's FP8 state.
     """
@@ -67,19 +65,12 @@ class Trainer:
     apply: Callable
     kernel: Callable
     state: Callable
-    apply_if: Callable | None = None
 
     def step(self, train, loss_scale, x, grad):
         """The step of the documentation."""
         grads = self.gradient(train, loss_scale, x, grad)
         finite = mixed_precision.all_finite(grads)
-        return self.finish(train, grads, finite), loss_scale.adjust(finite)
-
-    def finish(self, train, grads, finite):
-        """The step, if `finite`."""
-        if self.apply_if is not None:
-            return self.apply_if(train, grads, finite)
-        return mixed_precision.select(finite, self.apply(train, grads), train)
+        return self.apply(train, grads, finite), loss_scale.adjust(finite)
 
 
 def linen(cls, fp8, tx):
@@ -99,7 +90,9 @@ def linen(cls, fp8, tx):
     return Trainer(
         cls.create(apply_fn=layer.apply, params=variables, tx=tx),
         gradient,
-        lambda train, grads: train.apply_gradients(grads=grads),
+        lambda train, grads, finite: mixed_precision.select(
+            finite, train.apply_gradients(grads=grads), train
+        ),
         lambda train: np.asarray(train.params["params"]["kernel"]),
         lambda train: train.params[jaxfp8.OVERWRITE_WITH_GRADIENT]["Fp8DotGeneral_0"],
     )
@@ -121,23 +114,20 @@ def in_nnx(fp8, tx):
         )
         return loss_scale.unscale(jaxfp8.nnx.grad(scaled)(model))
 
-    def apply(train, grads, finite=None):
+    def apply(train, grads, finite):
         model, optimizer = nnx.merge(graph, train, copy=True)
-        if finite is None:
+        with jaxfp8.nnx.step_if(finite, model, optimizer):
             optimizer.update(model, grads)
-        else:
-            with jaxfp8.nnx.step_if(finite, model, optimizer):
-                optimizer.update(model, grads)
         return nnx.split((model, optimizer))[1]
 
     def state(train):
         found = nnx.state(nnx.merge(graph, train)[0], jaxfp8.nnx.OverwriteWithGradient)
-        return {path[-1]: leaf.get_value() for path, leaf in nnx.to_flat_state(found)}
+        return nnx.to_pure_dict(found)["dot_general"]
 
     def kernel(train):
         return np.asarray(nnx.merge(graph, train)[0].kernel.get_value())
 
-    return Trainer(train, gradient, apply, kernel, state, apply_if=apply)
+    return Trainer(train, gradient, apply, kernel, state)
 
 
 MAKERS = {
@@ -155,31 +145,18 @@ class Account:
         self.state = oracle.LayerState.init(HISTORY)
         self.scaler = GradScaler(**options)
 
-    def gradient(self, batches):
-        """The mean over the microbatches, and whether any overflows in float16."""
+    def step(self, x, grad):
+        """One step of SGD, or none where the gradient overflows in float16."""
         with np.errstate(over="ignore"):
-            infinite = any(
-                np.isinf((grad * self.scaler.scale).astype(np.float16)).any()
-                for _, grad in batches
-            )
-        return np.mean(
-            [x.T.astype(np.float64) @ grad for x, grad in batches], axis=0
-        ), infinite
-
-    def step(self, batches):
-        """One step of SGD over microbatches, or none where one of them overflows."""
-        mean, infinite = self.gradient(batches)
+            scaled = (grad * self.scaler.scale).astype(np.float16)
+        infinite = np.isinf(scaled).any()
         if not infinite:
-            self.state = merged(
-                [self.state_after(x, grad * self.scaler.scale) for x, grad in batches]
-            )
-            self.kernel = (self.kernel - LEARNING_RATE * mean).astype(np.float32)
+            operands = x.astype(np.float16), self.kernel.astype(np.float16), scaled
+            self.state = oracle.dense_step(*operands, self.state).state
+            gradient = x.T.astype(np.float64) @ grad
+            self.kernel = (self.kernel - LEARNING_RATE * gradient).astype(np.float32)
         self.scaler.update(infinite)
         return infinite
-
-    def state_after(self, x, grad):
-        operands = (a.astype(np.float16) for a in (x, self.kernel, grad))
-        return oracle.dense_step(*operands, self.state).state
 
     def check(self, trainer, train, loss_scale, fp8, what):
         """Loss scale always; the kernel where products are exact; state where there is
@@ -196,6 +173,6 @@ class Account:
         if not fp8:
             oracle.assert_bitwise(trainer.kernel(train), self.kernel, f"{what}: kernel")
             return
-        # Products of FP8 codes are rounded; test_gradient_of_an_fp8_layer bounds it.
+        # Products of FP8 codes are rounded; `recipes/` bounds it.
         self.kernel = trainer.kernel(train)
         assert_same_bits(dict(trainer.state(train)), leaves(self.state), what)

@@ -258,20 +258,6 @@ def test_from_and_to_float32():
     cases.train(optim.quantized(adam()), params, 1, opt_state=state)  # it goes on
 
 
-def test_memory():
-    """At most 2.2 bytes a parameter for the 8 of float32."""
-    params = cases.params()
-
-    def size(tx):
-        arrays = jax.tree.leaves(tx.init(params))
-        return sum(x.nbytes for x in arrays) / sum(
-            map(jnp.size, jax.tree.leaves(params))
-        )
-
-    assert size(adam()) == pytest.approx(8, abs=1e-3)
-    assert size(optim.quantized(adam())) < 2.2
-
-
 def test_what_has_no_moments_is_refused():
     params = cases.params()
     no_moments = "tx: expected a transformation that keeps moments.*EmptyState"

@@ -10,7 +10,7 @@ from equality import assert_same_bits
 from recipes.cases import MATMUL as MATMUL
 
 import jaxfp8
-from programs.known_amax import OPERANDS, RECIPES, K, M as ROWS, N
+from programs.known_amax import RECIPES, K, M as ROWS, N, leaves, packed
 
 RECIPE = RECIPES["delayed"].recipe
 
@@ -52,16 +52,8 @@ def pack(states):
     axes.
     """
     if isinstance(states, list):
-        return jax.tree.map(
-            lambda *leaves: jnp.stack(leaves), *(pack(state) for state in states)
-        )
-    parts = (
-        (getattr(states, name).amax_history, getattr(states, name).scale.reshape(1))
-        for name in OPERANDS
-    )
-    return jaxfp8.DotGeneralState(
-        *(jaxfp8.recipes.QuantizerState(*map(jnp.asarray, part)) for part in parts)
-    )
+        return jax.tree.map(lambda *each: jnp.stack(each), *map(pack, states))
+    return packed(leaves(states))
 
 
 def assert_state(got, expected, what="state"):

@@ -9,7 +9,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 import jaxfp8
 
-from .known_amax import OPERANDS, OWN, USES, Program
+from .known_amax import OWN, USES, Program, named, packed
 
 
 def max_grad(loss, **options):
@@ -65,14 +65,7 @@ class Functional:
     ):
         self.packed = jaxfp8.DotGeneralState(None, None, None)
         if state:
-            parts = [
-                (state[f"{name}_amax_history"], state[f"{name}_scale"])
-                for name in OPERANDS
-            ]
-            parts = [
-                jaxfp8.recipes.QuantizerState(*map(jnp.asarray, part)) for part in parts
-            ]
-            self.packed = jaxfp8.DotGeneralState(*parts)
+            self.packed = packed(state)
 
         def use(layer, x, grad):
             y = self.product(x, *layer, recipe)
@@ -92,13 +85,7 @@ class Functional:
 
     @property
     def state(self):
-        if not jax.tree.leaves(self.packed):
-            return {}
-        return {
-            f"{name}_{leaf}": getattr(getattr(self.packed, name), leaf)
-            for name in OPERANDS
-            for leaf in ("amax_history", "scale")
-        }
+        return named(self.packed) if jax.tree.leaves(self.packed) else {}
 
 
 class Ragged(Functional):

@@ -17,6 +17,7 @@ a layer is and how a framework differentiates a program of it:
 import dataclasses
 from collections.abc import Callable
 
+import jax.numpy as jnp
 import numpy as np
 import oracle
 from equality import assert_same_bits
@@ -137,6 +138,24 @@ def leaves(state) -> dict:
     parts = {name: getattr(state, name) for name in OPERANDS}
     return {f"{n}_amax_history": part.amax_history for n, part in parts.items()} | {
         f"{n}_scale": part.scale.reshape(1) for n, part in parts.items()
+    }
+
+
+def packed(leaves) -> jaxfp8.DotGeneralState:
+    """Leaves by the names of Flax's variables as the package's pytree."""
+    parts = [(leaves[f"{n}_amax_history"], leaves[f"{n}_scale"]) for n in OPERANDS]
+    quantizers = (
+        jaxfp8.recipes.QuantizerState(*map(jnp.asarray, part)) for part in parts
+    )
+    return jaxfp8.DotGeneralState(*quantizers)
+
+
+def named(state: jaxfp8.DotGeneralState) -> dict:
+    """The reverse of `packed`."""
+    return {
+        f"{name}_{leaf}": getattr(getattr(state, name), leaf)
+        for name in OPERANDS
+        for leaf in ("amax_history", "scale")
     }
 
 

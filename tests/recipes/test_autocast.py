@@ -55,9 +55,11 @@ WITHOUT_STATE = CURRENT
 def assert_runs(recipe, model=None, variables=PARAMS):
     y = (model or layer()).apply(variables, X)
     assert_array_equal(y, of(recipe))
-    for other in (CURRENT, MX, ROWWISE, None):
-        if other != recipe:
-            assert np.any(y != of(other)), other
+
+
+def test_recipes_give_other_numbers():
+    ys = [np.asarray(of(recipe)) for recipe in (CURRENT, MX, ROWWISE, None)]
+    assert len({y.tobytes() for y in ys}) == len(ys)
 
 
 def test_regions():

@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 from equality import assert_same_bits
-from flax import nnx
 
 import jaxfp8
 import jaxfp8.nnx
@@ -43,25 +42,6 @@ def test_linen():
         np.testing.assert_allclose(
             got["params"][name], expected, rtol=2**-22, atol=2**-22
         )
-
-
-def test_nnx():
-    rules = [(".*", jaxfp8.DelayedScaling())]
-    ema, model = (
-        jaxfp8.quantize(nnx.Linear(16, 4, rngs=nnx.Rngs(i)), rules) for i in (0, 1)
-    )
-    model.dot_general.input_amax_history[...] += 3
-    before = np.asarray(ema.kernel[...])
-    nnx.update(ema, jaxfp8.train.average(nnx.state(ema), nnx.state(model), DECAY))
-    np.testing.assert_allclose(
-        ema.kernel[...],
-        DECAY * before + (1 - DECAY) * np.asarray(model.kernel[...]),
-        rtol=1e-6,
-    )
-    assert_same_bits(
-        ema.dot_general.input_amax_history[...],
-        model.dot_general.input_amax_history[...],
-    )
 
 
 def test_plain_trees():

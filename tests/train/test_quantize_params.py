@@ -183,24 +183,6 @@ def test_blocks_that_move():
         q.map(lambda a: a)
 
 
-def test_linen_dense():
-    layer = jaxfp8.linen.Dense(8, recipe=cases.RECIPE, dtype=jnp.bfloat16)
-    x = normal(4, 6)
-    variables = layer.init(jax.random.key(0), x)
-
-    def loss(variables, quantize):
-        params = variables["params"]
-        if quantize:
-            params = jaxfp8.quantize_params(params, variables[OWG], cases.RECIPE)
-            assert isinstance(params["kernel"], jaxfp8.QTensor)
-        return jnp.sum(
-            layer.apply(variables | {"params": params}, x).astype(jnp.float32) ** 2
-        )
-
-    expected, got = (jax.grad(loss)(variables, quantize) for quantize in (False, True))
-    assert_same_bits(got, expected, "gradients")
-
-
 def test_inference_without_the_kernel():
     """Codes alone multiply; they have no gradient to give."""
     params, states, xs, _ = two_layers()

@@ -12,7 +12,6 @@ import optax
 import pytest
 from equality import assert_same_bits
 from flax import serialization
-from flax.core import freeze
 from flax.training import train_state
 from recipes import grids
 
@@ -110,23 +109,6 @@ def test_a_run_has_the_bits_of_the_same_run_without_it(case):
     if recipe is DELAYED:
         tables = [str(jaxfp8.inspect.summary(train)) for train in (stacked, plain)]
         assert tables[0] == tables[1]
-
-
-def test_numpy_replays_a_run():
-    """With `jaxfp8.grad` any `apply` runs: it gets variables under its own names."""
-    tx = jaxfp8.train.optimizer(optax.sgd(0.1))
-    variables = stack_state(freeze(replay.variables()))
-
-    @jax.jit
-    def step(carry, x, grad):
-        variables, opt_state = carry
-        grads = jaxfp8.grad(replay.loss)(variables, x, grad)
-        updates, opt_state = tx.update(grads, opt_state, variables)
-        return optax.apply_updates(variables, updates), opt_state
-
-    carry = variables, tx.init(variables)
-    batches = [replay.batch(i) for i in range(5)]
-    replay.run(step, carry, lambda carry: unstack_state(carry[0]), batches, 5)
 
 
 def test_checkpoints_hold_the_state_of_each_product():

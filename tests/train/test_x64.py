@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from flax import nnx
 
 import jaxfp8
 
@@ -66,13 +65,3 @@ def test_linen(recipe, x):
         jaxfp8.inspect.summary(after)
         calibrated = jaxfp8.calibrate(layer, variables, [(x,)])
         jaxfp8.freeze(layer, calibrated, x)
-
-
-def test_nnx(x):
-    layer = nnx.Linear(32, 64, rngs=nnx.Rngs(0), dot_general=jaxfp8.nnx.Fp8DotGeneral())
-    optimizer = jaxfp8.nnx.Optimizer(layer, optax.sgd(0.1), wrt=nnx.Param)
-    _, gradients = jaxfp8.nnx.value_and_grad(lambda layer: jnp.mean(layer(x) ** 2))(
-        layer
-    )
-    optimizer.update(layer, gradients)
-    jaxfp8.calibrate(layer, [(x,)])
