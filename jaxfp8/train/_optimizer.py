@@ -96,13 +96,7 @@ def _wrapped(tx):
     tx = optax.with_extra_args_support(tx)
 
     def init(params):
-        with _steps.naming_masks(
-            "jaxfp8.train.optimizer: init",
-            "all variables",
-            "the parameters alone; give a function, which gets the tree: "
-            "optax.masked(tx, lambda tree: jax.tree.map(is_masked, tree))",
-        ):
-            opt_state = _steps.begin(tx.init(_without_state(params)), _trained(params))
+        opt_state = _steps.begin(tx.init(_without_state(params)), _trained(params))
         paths = _state_tree.flatten(params).in_variables
         return _InVariables(opt_state, paths) if paths else opt_state
 
@@ -132,20 +126,12 @@ def _wrapped(tx):
         # 2. Let `tx` see parameters alone, in its arguments as well.
         for argument, value in extra_args.items():
             extra_args[argument] = _argument_without_state(value, trained)
-        parameters = _without_state(params)
-        inner = _steps.inner(opt_state)
-        advice = (
-            "Make it by jaxfp8.train.optimizer(tx).init(variables), not by tx alone, "
-            "nor by Flax's TrainState.create, which gives it variables['params']; "
-            "in NNX make the jaxfp8.nnx.Optimizer after jaxfp8.quantize has changed "
-            "the model; nnx.update gives it an old one's moments"
+        result, after = getattr(tx, name)(
+            _without_state(grads),
+            _steps.inner(opt_state),
+            _without_state(params),
+            **extra_args,
         )
-        with _steps.naming_state(
-            f"jaxfp8.train.optimizer: {name}", tx, parameters, inner, advice
-        ):
-            result, after = getattr(tx, name)(
-                _without_state(grads), inner, parameters, **extra_args
-            )
         # 3. Take the next state where `tx` has made a step.
         state, opt_state = _steps.finish(trained, grads, opt_state, after, result)
         if trained is not params:
