@@ -49,22 +49,6 @@ def plain_gradient():
     jaxfp8.nnx.Optimizer(model, optax.adam(1e-3)).update(model, gradients)
 
 
-def updates(state):
-    jaxfp8.train.optimizer(optax.adam(1e-3)).update(VARIABLES, state, VARIABLES)
-
-
-def begins(tx):
-    jaxfp8.train.optimizer(tx).init(VARIABLES)
-
-
-def train_state(tx, opt_state=None):
-    train = jaxfp8.linen.TrainState.create(
-        apply_fn=DENSE.apply, params=VARIABLES, tx=tx
-    )
-    if opt_state is not None:
-        train.replace(opt_state=opt_state).apply_gradients(grads=VARIABLES)
-
-
 FILLED = {
     "params": PARAMS,
     jaxfp8.OVERWRITE_WITH_GRADIENT: jax.tree.map(jnp.ones_like, STATE),
@@ -95,15 +79,6 @@ ADAM = optax.adam(1e-3)
 UNBOUND = (
     r"Fp8DotGeneral: expected a call from a Linen module.* takes "
     r"dot_general=jaxfp8\.nnx\.Fp8DotGeneral\(recipe\)"
-)
-OTHER_STATE = (
-    r"update: opt_state: expected .* got the state of another tree\. Make it by .* "
-    r"after jaxfp8\.quantize"
-)
-OTHER_TREE = "init: expected masks and labels in tx with the tree of all variables"
-PARAMETERS_ALONE = (
-    "linen.TrainState: create: expected masks and labels in tx with the tree of the "
-    "parameters"
 )
 NNX_INSTANCE = (
     r"Fp8DotGeneral: expected a call with operands.* in NNX pass the instance as "
@@ -208,25 +183,6 @@ CASES = {
         r"x: expected .*\[\]",
     ),
     "gradient of nnx.grad": (plain_gradient, "jaxfp8.nnx.grad"),
-    "state of plain optax, parameters": (
-        lambda: updates(ADAM.init(PARAMS)),
-        OTHER_STATE,
-    ),
-    "mask": (
-        lambda: begins(optax.masked(ADAM, {"kernel": True, "bias": False})),
-        OTHER_TREE,
-    ),
-    "mask of all variables in a TrainState": (
-        lambda: train_state(
-            optax.masked(ADAM, jax.tree.map(lambda leaf: leaf.ndim > 1, VARIABLES))
-        ),
-        PARAMETERS_ALONE,
-    ),
-    "state of plain optax in a TrainState": (
-        lambda: train_state(ADAM, ADAM.init(VARIABLES)),
-        "linen.TrainState: apply_gradients: opt_state: expected the state that .* got "
-        "the state of another tree",
-    ),
     **{
         f"seed {seed}": (
             lambda seed=seed: jaxfp8.optim.quantized(ADAM, seed=seed),
@@ -287,17 +243,6 @@ def test_an_error_of_ours(case):
     function, message = CASES[case]
     with pytest.raises((TypeError, ValueError), match=message):
         function()
-
-
-def test_an_error_of_the_transformation_is_its_own():
-    """Where the state fits, what `tx` raises comes through."""
-
-    def refuse(updates, state, params=None):
-        raise ValueError("mine")
-
-    tx = jaxfp8.train.optimizer(optax.GradientTransformation(ADAM.init, refuse))
-    with pytest.raises(ValueError, match="^mine$"):
-        tx.update(VARIABLES, tx.init(VARIABLES), VARIABLES)
 
 
 GRADIENTS_OF_INPUTS = {

@@ -16,7 +16,6 @@ import contextlib
 import dataclasses
 import functools
 import importlib
-import operator
 import re
 import sys
 from typing import Any, Literal
@@ -143,21 +142,18 @@ def install(recipe: Recipe | None = None) -> contextlib.ExitStack:
         _share_state,
     )
     # 1. Look up everything before the first change.
-    modules = [_module(name) for name in _HOOKS]
-    for module, hooks in zip(modules, _HOOKS.values(), strict=True):
+    for name, hooks in _HOOKS.items():
         for hook in hooks:
-            _require(module, hook)
+            _owner(name, hook)
     # 2. Undo an earlier call, then make all changes or none.
     _installed.close()
     with contextlib.ExitStack() as undo:
-        for module, (hook, *_), wrap in zip(
-            modules, _HOOKS.values(), wraps, strict=True
-        ):
-            *path, name = hook.split(".")
-            owner = functools.reduce(getattr, path, module)
+        for (module, (hook, *_)), wrap in zip(_HOOKS.items(), wraps, strict=True):
+            owner, name = _owner(module, hook)
             original = getattr(owner, name)
             for importer in _importers(name, original) or [owner]:
-                new = functools.wraps(original)(wrap(module, original))
+                changed = wrap(sys.modules[module], original)
+                new = functools.wraps(original)(changed)
                 # `vars` gives the stored object: `getattr` would unwrap a static or
                 # class method, and undoing would store that.
                 undo.callback(setattr, importer, name, vars(importer)[name])
@@ -166,25 +162,24 @@ def install(recipe: Recipe | None = None) -> contextlib.ExitStack:
     return _installed
 
 
-def _module(name: str):
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ImportError(
-            f"maxtext.install: expected MaxText {_TRIED} or one like it, with a "
-            f"module {name}, but it does not import: {error}"
-        ) from error
+def _owner(module: str, hook: str) -> tuple[Any, str]:
+    """Return the object of a module of MaxText that has a hook, and the name of the
+    hook in it.
 
-
-def _require(module, hook: str) -> None:
+    Raises:
+        ImportError: the module does not import, or lacks the hook.
+    """
+    *path, name = hook.split(".")
     try:
-        operator.attrgetter(hook)(module)
-    except AttributeError as error:
+        owner = functools.reduce(getattr, path, importlib.import_module(module))
+        getattr(owner, name)
+    except (ImportError, AttributeError) as error:
         raise ImportError(
-            f"maxtext.install: expected {module.__name__}.{hook}, which MaxText as "
-            f"installed does not have; this was written after MaxText {_TRIED}: "
+            f"maxtext.install: expected {module}.{hook}, which MaxText as installed "
+            f"does not have ({error}); this was written after MaxText {_TRIED}: "
             "install that one, or report the version"
         ) from error
+    return owner, name
 
 
 def _importers(name: str, value) -> list:
@@ -446,4 +441,4 @@ if __name__ == "__main__":
     from jaxfp8.integrations import maxtext
 
     maxtext.install()
-    app.run(_module(_TRAIN).main)
+    app.run(sys.modules[_TRAIN].main)

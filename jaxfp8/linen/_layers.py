@@ -2,6 +2,7 @@
 which keep inner values as codes.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -33,7 +34,18 @@ from ..ops import ClampedSwiGLU, check_activation
 from ._dot_general import Fp8DotGeneral, Fp8RaggedDot
 
 
-class Dense(nn.Module):
+class _DenseFields(nn.Module, kw_only=True):
+    """The fields that `Dense` shares with the layers that are made of it."""
+
+    recipe: Any = None
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    precision: Any = None
+    kernel_init: nn.initializers.Initializer = nn.linear.default_kernel_init
+    bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
+
+
+class Dense(_DenseFields):
     """A linear layer over the last dimension, in FP8: `y = x @ kernel + bias`.
 
         jaxfp8.linen.Dense(features, recipe=recipe, dtype=jnp.bfloat16)
@@ -69,13 +81,7 @@ class Dense(nn.Module):
     of = staticmethod(dense_layers)
 
     features: int | tuple[int, ...]
-    recipe: Any = None
-    use_bias: bool = True
-    dtype: Any = None
-    param_dtype: Any = jnp.float32
-    precision: Any = None
-    kernel_init: nn.initializers.Initializer = nn.linear.default_kernel_init
-    bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
+    use_bias: bool = dataclasses.field(default=True, kw_only=True)
 
     @nn.compact
     def __call__(
@@ -120,13 +126,13 @@ class Dense(nn.Module):
 
 
 def _dense(
-    module: nn.Module,
+    module: "_NormFields",
     features: int | tuple[int, ...],
     kernel_init: Any,
     bias_init: Any,
     name: str,
 ) -> Dense:
-    """Make the Dense layer `name` of a module that has the fields of Dense."""
+    """Make the Dense layer `name` of a module."""
     return Dense(
         features,
         recipe=module.recipe,
@@ -140,7 +146,16 @@ def _dense(
     )
 
 
-class NormDense(nn.Module):
+class _NormFields(_DenseFields, kw_only=True):
+    """The fields that NormDense and GatedMLP share."""
+
+    use_bias: bool = False
+    epsilon: float = 1e-6
+    scale_init: nn.initializers.Initializer = nn.initializers.ones_init()
+    norm_bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
+
+
+class NormDense(_NormFields):
     """`Dense(norm(x))` in FP8: the norm is computed in float32, in the pass that
     quantizes its result.
 
@@ -165,16 +180,6 @@ class NormDense(nn.Module):
 
     features: int | tuple[int, ...]
     kind: str = "rms"
-    epsilon: float = 1e-6
-    recipe: Any = None
-    use_bias: bool = False
-    dtype: Any = None
-    param_dtype: Any = jnp.float32
-    precision: Any = None
-    scale_init: nn.initializers.Initializer = nn.initializers.ones_init()
-    norm_bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
-    kernel_init: nn.initializers.Initializer = nn.linear.default_kernel_init
-    bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
 
     @nn.compact
     def __call__(
@@ -188,10 +193,8 @@ class NormDense(nn.Module):
         return dense(_normalized_by(self, self.kind, x), out_sharding)
 
 
-def _normalized_by(module: nn.Module, kind: str, x: ArrayLike) -> Normalized:
-    """Normalize the x of a product by parameters of `module`, which has the fields of
-    NormDense.
-    """
+def _normalized_by(module: _NormFields, kind: str, x: ArrayLike) -> Normalized:
+    """Normalize the x of a product by parameters of a module."""
     x = jnp.asarray(x)
     size = x.shape[-1:]
     scale = module.param("scale", module.scale_init, size, module.param_dtype)
@@ -203,7 +206,7 @@ def _normalized_by(module: nn.Module, kind: str, x: ArrayLike) -> Normalized:
     return norm_of_layer(module, kind, x, scale, bias)
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(_NormFields):
     """The gated feed-forward block of a transformer, in FP8:
     `(activation(x @ wi[:, 0]) * (x @ wi[:, 1])) @ wo`.
 
@@ -242,17 +245,7 @@ class GatedMLP(nn.Module):
     hidden_features: int
     features: int | None = None
     activation: str | ClampedSwiGLU = "silu"
-    recipe: Any = None
-    use_bias: bool = False
-    dtype: Any = None
-    param_dtype: Any = jnp.float32
-    precision: Any = None
-    kernel_init: nn.initializers.Initializer = nn.linear.default_kernel_init
-    bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
-    norm: str | None = None
-    epsilon: float = 1e-6
-    scale_init: nn.initializers.Initializer = nn.initializers.ones_init()
-    norm_bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
+    norm: str | None = dataclasses.field(default=None, kw_only=True)
 
     @nn.compact
     def __call__(

@@ -30,7 +30,6 @@ from ..recipes import (
     Rules,
     checked_rules,
     first_match,
-    keeps_state,
     kind,
     layer_names,
     module_rule,
@@ -105,14 +104,6 @@ def quantize(model: Tree, rules: Rules) -> Tree:
     if isinstance(model, _Quantized):
         rules, plain = rules + model._fp8_rules, _plain(plain)
     return _with_rules(plain, rules) if rules else plain
-
-
-def keeps_state_by_rules(model) -> bool:
-    """Tell whether `model` is a quantized model, and one of its rules has a recipe that
-    keeps state.
-    """
-    rules = model._fp8_rules if isinstance(model, _Quantized) else ()
-    return any(keeps_state(rule.layer_recipe) for rule in rules)
 
 
 class Decision(NamedTuple):

@@ -10,10 +10,8 @@ import optax
 from flax import core, linen as nn, nnx
 from flax.training import train_state
 
-from .._jax import _warnings
-from ..recipes import OVERWRITE_WITH_GRADIENT, FP8StateWarning, without_max
+from ..recipes import OVERWRITE_WITH_GRADIENT, without_max
 from ..train import _steps, apply_with_max_grad, max_grad
-from ._quantize_by_rules import keeps_state_by_rules
 
 
 class TrainState(train_state.TrainState):
@@ -55,8 +53,7 @@ class TrainState(train_state.TrainState):
 
         Raises:
             ValueError: the state in `grads` was summed, averaged, clipped or unscaled
-                (outside of `jit`); or `opt_state` is not that of `tx` and the
-                parameters.
+                (outside of `jit`).
         """
         params, params_gradient, before = self.params, grads, self.opt_state
         has_variables = _is_variables(params)
@@ -65,16 +62,9 @@ class TrainState(train_state.TrainState):
             before = _steps.begin(before, self.params)
             if "params" in grads:
                 params_gradient = grads["params"]
-        inner = _steps.inner(before)
-        advice = (
-            "Make it by jaxfp8.linen.TrainState.create, or by "
-            "tx.init(variables['params'])"
-        )
-        with _steps.naming_state(
-            "linen.TrainState: apply_gradients", self.tx, params, inner, advice
-        ):
-            step = _steps.take(self.tx, params_gradient, inner, params)
-            updates, params, opt_state = step
+        opt_state = _steps.inner(before)
+        step = _steps.take(self.tx, params_gradient, opt_state, params)
+        updates, params, opt_state = step
         if has_variables:
             changed = {"params": params}
             owg = OVERWRITE_WITH_GRADIENT
@@ -109,9 +99,6 @@ class TrainState(train_state.TrainState):
 
         Raises:
             TypeError: `params` is an NNX module.
-            ValueError: masks or labels in `tx` have another tree than the parameters.
-            FP8StateWarning: `apply_fn` is that of a model of `jaxfp8.quantize` whose
-                recipes keep state, and `params` is its parameters alone.
         """
         if isinstance(params, nnx.Module):
             raise TypeError(
@@ -124,22 +111,7 @@ class TrainState(train_state.TrainState):
             parameters = params["params"]
             if apply_fn is not None:
                 apply_fn = _ApplyWithMaxGrad(apply_fn)
-        elif keeps_state_by_rules(getattr(apply_fn, "__self__", None)):
-            _warnings.warn(
-                "linen.TrainState: create: params: expected all variables of a model "
-                "whose recipes keep state, got parameters alone: layers without their "
-                "state take every scale from the tensor at hand. Pass what init "
-                "returned, params=variables, and call apply_fn(params, x)",
-                FP8StateWarning,
-            )
-        advice = (
-            "all variables; tx sees the parameters alone: make them for "
-            "variables['params']"
-        )
-        with _steps.naming_masks("linen.TrainState: create", "the parameters", advice):
-            train = super().create(
-                apply_fn=apply_fn, params=parameters, tx=tx, **kwargs
-            )
+        train = super().create(apply_fn=apply_fn, params=parameters, tx=tx, **kwargs)
         return train.replace(
             params=params, opt_state=_steps.begin(train.opt_state, params)
         )

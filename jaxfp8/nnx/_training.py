@@ -27,6 +27,7 @@ from ..train import (
     max_grad as _max_grad,
     named_errors,
     update_state as _update_state,
+    without_value,
 )
 from ._dot_general import OverwriteWithGradient, paths_in, trainable
 
@@ -83,13 +84,7 @@ def grad(
     value.
     """
     differentiate = value_and_grad(f, argnums=argnums, has_aux=has_aux)
-
-    @functools.wraps(differentiate)
-    def without_value(*args, **kwargs):
-        value, gradients = differentiate(*args, **kwargs)
-        return (gradients, value[1]) if has_aux else gradients
-
-    return without_value
+    return without_value(differentiate, has_aux)
 
 
 def _watch(tree, gradients) -> None:

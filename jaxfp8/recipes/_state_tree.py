@@ -6,10 +6,9 @@ Flax's variables (`input_amax_history`, `input_scale`) and the fields of
 `QuantizerState` alike. A `scale` on its own, which normalization layers have, is a
 parameter. All other leaves below the key `_overwrite_with_gradient`, in an NNX variable
 of that name, or in a `DotGeneralState`, are state of a user's own quantizer. In a plain
-dict of arrays no type tells such state from parameters: `marked` marks it there.
+dict of arrays no type tells such state from parameters.
 """
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -49,8 +48,6 @@ class StateTree(NamedTuple):
             boxed or pure.
         quantizers: all quantizers, in the order of their histories in `leaves`.
         unpaired: positions of the state leaves that belong to none of `quantizers`.
-        in_variables: paths of those unpaired leaves that only the type of their NNX
-            variable tells to be state; the argument `paths` of `marked`.
     """
 
     treedef: Any
@@ -58,7 +55,6 @@ class StateTree(NamedTuple):
     paths: list[tuple[str, ...]]
     quantizers: list[Quantizer]
     unpaired: list[int]
-    in_variables: frozenset[tuple[str, ...]]
 
     def positions(self) -> list[int]:
         """Return the positions of all state leaves, ascending."""
@@ -109,10 +105,7 @@ def flatten(tree) -> StateTree:
         is_state = _is_state(node) or OVERWRITE_WITH_GRADIENT in path
         if is_state and i not in paired:
             unpaired.append(i)
-    in_variables = frozenset(paths[i] for i in unpaired if is_variable(nodes[i]))
-    return StateTree(
-        jax.tree.structure(tree), leaves, paths, quantizers, unpaired, in_variables
-    )
+    return StateTree(jax.tree.structure(tree), leaves, paths, quantizers, unpaired)
 
 
 def _refuse_weight_norm(paths) -> None:
@@ -157,45 +150,6 @@ def slot_axis(where: str, history, scale) -> int:
     )
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Marked:
-    """A leaf of state in a tree of plain dicts.
-
-    Attributes:
-        value: the leaf. `_names` leaves `value` out of paths, like the name in the box
-            of an NNX variable.
-    """
-
-    value: Any
-
-
-def marked(tree, paths):
-    """Return `tree` with the leaves at `paths` marked as state; `unmarked` undoes
-    it.
-    """
-    if not paths:
-        return tree
-    flat, values = flatten(tree), {}
-    for i, path in enumerate(flat.paths):
-        if path in paths:
-            values[i] = _Marked(flat.leaves[i])
-    return flat.replace(values)
-
-
-def unmarked(tree):
-    """Return `tree` without marks."""
-
-    def unmark(leaf):
-        return leaf.value if _is_marked(leaf) else leaf
-
-    return jax.tree.map(unmark, tree, is_leaf=_is_marked)
-
-
-def _is_marked(leaf) -> bool:
-    return isinstance(leaf, _Marked)
-
-
 def is_variable(x) -> bool:
     """Tell whether `x` is an NNX variable of state: recipes know no NNX, but its class
     has the collection's name.
@@ -205,7 +159,7 @@ def is_variable(x) -> bool:
 
 def _is_state(x) -> bool:
     """Tell whether all leaves of `x` are state."""
-    return isinstance(x, (DotGeneralState, _Marked)) or is_variable(x)
+    return isinstance(x, DotGeneralState) or is_variable(x)
 
 
 def _names(path) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from ._sharing import (
     named_errors,
     spread,
     value_and_grad,
+    without_value,
 )
 from ._stacked_state import StackedState, stack_state, unstack_state
 from ._steps import accumulate_gradients

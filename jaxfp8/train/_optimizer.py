@@ -81,7 +81,8 @@ def optimizer(
     Returns:
         A transformation for any tree that mixes parameters with state: variables dicts,
         NNX states, pytrees with `DotGeneralState`. Its `update` raises a ValueError
-        without `params`, and where `grads` holds none of the state. It can `apply`
+        without `params`, and where `grads` holds none of the state; its `init` raises
+        one for the NNX variables of a `CustomRecipe` with state. It can `apply`
         where `tx` can (`jaxfp8.optim.adamw`): `variables, opt_state = tx.apply(grads,
         opt_state, variables)` writes the next parameters and the next FP8 state.
     """
@@ -96,15 +97,8 @@ def _wrapped(tx):
     tx = optax.with_extra_args_support(tx)
 
     def init(params):
-        with _steps.naming_masks(
-            "jaxfp8.train.optimizer: init",
-            "all variables",
-            "the parameters alone; give a function, which gets the tree: "
-            "optax.masked(tx, lambda tree: jax.tree.map(is_masked, tree))",
-        ):
-            opt_state = _steps.begin(tx.init(_without_state(params)), _trained(params))
-        paths = _state_tree.flatten(params).in_variables
-        return _InVariables(opt_state, paths) if paths else opt_state
+        _refuse_variables(params)
+        return _steps.begin(tx.init(_without_state(params)), _trained(params))
 
     def step(name, grads, opt_state, params, extra_args):
         """Return the result of `tx.update` or `tx.apply`, without state; the tree with
@@ -116,41 +110,25 @@ def _wrapped(tx):
                 f"with their FP8 state, got None; call {name}(grads, opt_state, "
                 "params)"
             )
-        # 1. Restore what only the types of NNX variables said at `init`: Flax gives
-        #    arrays to the optimizer.
-        paths = None
-        if isinstance(opt_state, _InVariables):
-            paths = opt_state.paths
-            params = _state_tree.marked(params, paths)
-            grads = _state_tree.marked(grads, paths)
-            opt_state = opt_state.inner
         trained = _trained(params)
         before = _state_tree.flatten(trained)
         expect_state(before, _state_tree.flatten(grads).by_path())
         if name == "update":
             _warn_of_cast_state(before)
-        # 2. Let `tx` see parameters alone, in its arguments as well.
+        # 1. Let `tx` see parameters alone, in its arguments as well.
         for argument, value in extra_args.items():
             extra_args[argument] = _argument_without_state(value, trained)
-        parameters = _without_state(params)
-        inner = _steps.inner(opt_state)
-        advice = (
-            "Make it by jaxfp8.train.optimizer(tx).init(variables), not by tx alone, "
-            "nor by Flax's TrainState.create, which gives it variables['params']; "
-            "in NNX make the jaxfp8.nnx.Optimizer after jaxfp8.quantize has changed "
-            "the model; nnx.update gives it an old one's moments"
+        result, after = getattr(tx, name)(
+            _without_state(grads),
+            _steps.inner(opt_state),
+            _without_state(params),
+            **extra_args,
         )
-        with _steps.naming_state(
-            f"jaxfp8.train.optimizer: {name}", tx, parameters, inner, advice
-        ):
-            result, after = getattr(tx, name)(
-                _without_state(grads), inner, parameters, **extra_args
-            )
-        # 3. Take the next state where `tx` has made a step.
+        # 2. Take the next state where `tx` has made a step.
         state, opt_state = _steps.finish(trained, grads, opt_state, after, result)
         if trained is not params:
             state = optax.LookaheadParams(fast=state, slow=state)
-        return result, state, _InVariables(opt_state, paths) if paths else opt_state
+        return result, state, opt_state
 
     def update(grads, opt_state, params=None, **extra_args):
         updates, state, opt_state = step("update", grads, opt_state, params, extra_args)
@@ -163,6 +141,20 @@ def _wrapped(tx):
     if not hasattr(tx, "apply"):
         return optax.GradientTransformationExtraArgs(init, update)
     return AppliedTransformation(init, update, apply)
+
+
+def _refuse_variables(params) -> None:
+    """Refuse NNX variables with the state of a user's own quantizer: Flax gives plain
+    arrays to `update`, in which only names tell state from parameters.
+    """
+    flat = _state_tree.flatten(params)
+    nodes = jax.tree.leaves(params, is_leaf=_state_tree.is_variable)
+    if flat.unpaired and any(map(_state_tree.is_variable, nodes)):
+        raise ValueError(
+            "jaxfp8.train.optimizer: init: params: expected no NNX variables with "
+            f"state of a CustomRecipe, got {flat.name(flat.unpaired[0])}; take "
+            "jaxfp8.nnx.Optimizer(model, tx)"
+        )
 
 
 def _warn_of_cast_state(before: _state_tree.StateTree) -> None:
@@ -209,21 +201,6 @@ def apply_updates(params: Tree, updates: Any) -> Tree:
         return node is None or isinstance(node, NeedsJaxfp8ApplyUpdates)
 
     return jax.tree.map(apply, updates, params, is_leaf=is_update)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _InVariables:
-    """Optimizer state that remembers which leaves were state in NNX variables: `update`
-    gets plain arrays.
-
-    Attributes:
-        inner: the optimizer state.
-        paths: the paths of the leaves that were state in NNX variables.
-    """
-
-    inner: Any
-    paths: frozenset = dataclasses.field(metadata={"static": True})
 
 
 @jax.tree_util.register_pytree_node_class
@@ -341,7 +318,7 @@ def _without_state(tree) -> Any:
     checkpoint.
     """
     flat = _state_tree.flatten(tree)
-    tree = _state_tree.unmarked(flat.replace({i: NoState() for i in flat.positions()}))
+    tree = flat.replace({i: NoState() for i in flat.positions()})
 
     def without_variable(node):
         return NoState() if _state_tree.is_variable(node) else node
@@ -358,9 +335,7 @@ def _with_state(tree, source, function) -> Any:
         tree, is_leaf=lambda node: isinstance(node, optax.MaskedNode)
     )
     # A leaf in an NNX variable comes with the variable.
-    nodes = jax.tree.leaves(
-        _state_tree.unmarked(source), is_leaf=_state_tree.is_variable
-    )
+    nodes = jax.tree.leaves(source, is_leaf=_state_tree.is_variable)
     # `tree` lacks the leaves of `source` that have no gradient, such as functions.
     holes = [i for i, leaf in enumerate(leaves) if isinstance(leaf, NoState)]
     for hole, i in zip(holes, flat.positions(), strict=True):

@@ -226,8 +226,17 @@ def grad(
     `jaxfp8.value_and_grad`.
     """
     value_and_gradients = value_and_grad(loss_fn, argnums, has_aux, allow_int=allow_int)
+    return without_value(value_and_gradients, has_aux)
 
-    @functools.wraps(loss_fn)
+
+def without_value(
+    value_and_gradients: Callable[..., Any], has_aux: bool
+) -> Callable[..., Any]:
+    """Return a function that gives the gradients, or `(gradients, aux)`, of one that a
+    `value_and_grad` made.
+    """
+
+    @functools.wraps(value_and_gradients)
     def gradients_of(*args, **kwargs):
         value, gradients = value_and_gradients(*args, **kwargs)
         return (gradients, value[1]) if has_aux else gradients

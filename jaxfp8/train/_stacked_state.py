@@ -46,15 +46,12 @@ class StackedState:
         alike = {}
         for product, named in products.items():
             kind = tuple((name, jax.typeof(leaf)) for name, leaf in named.items())
-            alike.setdefault(kind, []).append(product)
+            alike.setdefault(kind, {})[product] = named
         # 2. Stack each kind.
         arrays, rows = {}, {}
-        for kind, group in alike.items():
-            first = group[0]
-            arrays[first] = {}
-            for name, _ in kind:
-                column = [products[product][name] for product in group]
-                arrays[first][name] = jnp.stack(column)
+        for group in alike.values():
+            first = next(iter(group))
+            arrays[first] = jax.tree.map(lambda *rows: jnp.stack(rows), *group.values())
             rows |= {product: (first, row) for row, product in enumerate(group)}
         # 3. Note where each leaf went.
         places = []
@@ -136,11 +133,9 @@ def stack_state(tree: Tree) -> Tree:
 
     def stacked(path, child):
         is_collection = _product_and_name(path)[1] == OVERWRITE_WITH_GRADIENT
-        return (
-            StackedState.stack(child)
-            if is_collection and not _is_stacked(child)
-            else child
-        )
+        if not is_collection or _is_stacked(child):
+            return child
+        return StackedState.stack(child)
 
     def stacked_variables(node):
         if not _is_variables(node):

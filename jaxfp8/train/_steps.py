@@ -2,7 +2,6 @@
 which it does so to parameters.
 """
 
-import contextlib
 from typing import Any, NamedTuple
 
 import jax
@@ -39,40 +38,6 @@ class Accumulating(NamedTuple):
     @property
     def gradient_step(self):
         return self.inner.gradient_step
-
-
-@contextlib.contextmanager
-def naming_masks(where: str, tree: str, advice: str):
-    """Put our words before JAX's error about masks and labels in an optimizer that do
-    not have the tree it sees.
-    """
-    try:
-        yield
-    except (ValueError, TypeError) as error:
-        if "pytree" not in str(error):
-            raise
-        raise ValueError(
-            f"{where}: expected masks and labels in tx with the tree of {tree}, got "
-            f"those of another tree, such as {advice}"
-        ) from error
-
-
-@contextlib.contextmanager
-def naming_state(where: str, tx, params, opt_state, advice: str):
-    """Put our words before an error of `tx` that comes of optimizer state of another
-    tree than `params`.
-    """
-    try:
-        yield
-    except (ValueError, TypeError, AttributeError) as error:
-        if jax.tree.structure(opt_state) == jax.tree.structure(
-            jax.eval_shape(tx.init, params)
-        ):
-            raise
-        raise ValueError(
-            f"{where}: opt_state: expected the state that init of this optimizer "
-            f"gives for these params, got the state of another tree. {advice}"
-        ) from error
 
 
 def take(tx, gradients, opt_state, params, **extra) -> tuple:

@@ -62,7 +62,7 @@ FLAX = nn.Dense(
 STEPS = {
     "Flax": (64, (nn.Dense, nn.DenseGeneral), FLAX),
     "Flax, interleaved": (2, (nn.Dense, nn.DenseGeneral), FLAX),
-    "ours": (64, (Dense, Dense), Dense(16, RECIPE, dtype=jnp.bfloat16)),
+    "ours": (64, (Dense, Dense), Dense(16, recipe=RECIPE, dtype=jnp.bfloat16)),
 }
 
 

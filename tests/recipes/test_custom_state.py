@@ -270,3 +270,14 @@ def test_variables_of_layers(run, steps):
         f"{role}_{name}" for role in ROLES for name in ("amax", "count")
     }
     assert_state(variables, seen(*grids.data(), steps - 1), steps)
+
+
+def test_variables_in_an_optimizer_of_arrays_are_refused():
+    """Flax gives `update` plain arrays: no type tells the state from parameters."""
+    fp8 = jaxfp8.nnx.Fp8DotGeneral(RECIPE)
+    layer = nnx.Linear(4, 4, dot_general=fp8, rngs=nnx.Rngs(0))
+    tx = jaxfp8.train.optimizer(optax.sgd(0.1))
+    with pytest.raises(
+        ValueError, match=r"init: params: .* got dot_general/.*jaxfp8\.nnx\.Optimizer"
+    ):
+        nnx.Optimizer(layer, tx, wrt=jaxfp8.nnx.trainable)

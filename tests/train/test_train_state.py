@@ -161,25 +161,11 @@ class Block(nn.Module):
         return nn.Dense(8, name="down")(nn.gelu(nn.Dense(16, name="up")(x)))
 
 
-DELAYED = [(".*", jaxfp8.DelayedScaling(amax_history_len=4))]
-
-
-def test_parameters_alone_of_a_model_with_state_are_said():
-    model = jaxfp8.quantize(Block(), DELAYED)
-    params = model.init(KEY, np.ones((4, 8), np.float32))["params"]
-    with pytest.warns(
-        jaxfp8.FP8StateWarning,
-        match=r"create: params: expected all variables.*params=variables",
-    ):
-        create_of(model, params)
-    # warnings are errors here
-    current = [(".*", jaxfp8.Float8CurrentScaling())]
-    create_of(jaxfp8.quantize(Block(), current), params)
-    create_of(Block(), params)
+def test_an_nnx_module_is_refused():
     with pytest.raises(
         TypeError, match=r"create: params: .*NNX module Linear; .*jaxfp8.nnx.Optimizer"
     ):
-        create_of(model, nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+        create_of(Block(), nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
 
 
 def create_of(model, params):
