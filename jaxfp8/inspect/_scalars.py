@@ -3,7 +3,6 @@ them over a run.
 """
 
 import dataclasses
-import itertools
 import os
 from collections import defaultdict
 from collections.abc import Sequence
@@ -131,12 +130,10 @@ def scalars(variables: Any, prefix: str = "fp8") -> dict[str, float]:
 
 # Axes with more lines than this get no legend, which would hide the lines.
 _MOST_LABELS = 16
-_OPERANDS = ("input", "kernel", "output_grad")
 
 
 def plot(histories: Sequence[Any], path: str | os.PathLike | None = None) -> Any:
-    """Plot amaxes and scales over steps; one row of axes for inputs, kernels and
-    gradients each.
+    """Plot amaxes and scales over steps, with a row of axes for each operand.
 
         figure = jaxfp8.inspect.plot([state0, state1, state2], "fp8.png")
 
@@ -161,21 +158,20 @@ def plot(histories: Sequence[Any], path: str | os.PathLike | None = None) -> Any
             "inspect.plot: needs matplotlib; install it: pip install matplotlib"
         ) from error
     lines = _lines(histories)
-    groups = sorted({group for group, _ in lines}, key=(*_OPERANDS, "").index)
-    figure = Figure(figsize=(12, 3.2 * len(groups) + 0.6), layout="constrained")
-    rows = figure.subplots(len(groups), 2, squeeze=False, sharex=True)
+    figure = Figure(figsize=(12, 3.2 * len(lines) + 0.6), layout="constrained")
+    rows = figure.subplots(len(lines), 2, squeeze=False, sharex=True)
     colors = {}
-    places = itertools.product(groups, ("amax", "scale"))
-    for (group, title), axis in zip(places, rows.flat, strict=True):
-        for name, values in lines[group, title]:
-            # 0 means that nothing was recorded; a log scale has no 0
-            drawn = np.where(values > 0, values, np.nan)
-            color = colors.setdefault(name, f"C{len(colors) % 10}")
-            axis.plot(drawn, color=color, linewidth=1, label=name)
-        axis.set(title=f"{title} of {group}" if group else title, yscale="log")
-        axis.grid(alpha=0.25)
-        if 0 < len(lines[group, title]) <= _MOST_LABELS:
-            axis.legend(frameon=False, fontsize="x-small")
+    for axes, (operand, figures) in zip(rows, lines.items(), strict=True):
+        for axis, title in zip(axes, ("amax", "scale"), strict=True):
+            for name, values in figures[title].items():
+                # 0 means that nothing was recorded; a log scale has no 0
+                drawn = np.where(values > 0, values, np.nan)
+                color = colors.setdefault(name, f"C{len(colors) % 10}")
+                axis.plot(drawn, color=color, linewidth=1, label=name)
+            axis.set(title=f"{title} of {operand}", yscale="log")
+            axis.grid(alpha=0.25)
+            if len(figures[title]) <= _MOST_LABELS:
+                axis.legend(frameon=False, fontsize="x-small")
     for axis in rows[-1]:
         axis.set_xlabel("step")
     if path is not None:
@@ -183,10 +179,8 @@ def plot(histories: Sequence[Any], path: str | os.PathLike | None = None) -> Any
     return figure
 
 
-def _lines(trees) -> dict[tuple[str, str], list]:
-    """Return the lines `(name, values (steps,))` of each group of quantizers and each
-    figure.
-    """
+def _lines(trees) -> dict[str, dict[str, dict[str, np.ndarray]]]:
+    """Return, by operand, figure and layer, the values `(steps,)` of a line."""
     if not isinstance(trees, (list, tuple)):
         raise TypeError(
             "plot: histories: expected a list of variable trees, got "
@@ -205,16 +199,11 @@ def _lines(trees) -> dict[tuple[str, str], list]:
             "plot: histories: expected trees with the same quantizers, got others "
             "after the first"
         )
-    lines = defaultdict(list)
+    lines = defaultdict(lambda: defaultdict(dict))
     values = np.stack([step.values for step in steps], axis=-1)
     for path, over_steps in zip(steps[0].names, values, strict=True):
-        # An operand has a row of axes; a quantizer of another name goes to the row
-        # without a title.
         name, _, figure = path.rpartition("/")
         layer, _, quantizer = name.rpartition("/")
-        group, bracket, index = quantizer.partition("[")
-        if group in _OPERANDS:
-            lines[group, figure].append((layer + bracket + index, over_steps))
-        else:
-            lines["", figure].append((name, over_steps))
+        operand, bracket, index = quantizer.partition("[")
+        lines[operand][figure][layer + bracket + index] = over_steps
     return lines
