@@ -13,7 +13,8 @@ the gradient of the activation's values in its place.
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +72,11 @@ class FusedInput:
     x: jax.Array
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the values."""
+        return self.x.shape
+
+    @property
     def rows(self) -> int:
         """Return the number of dimensions that are rows of the matrix of values."""
         return len(self.shape) - 1
@@ -84,6 +90,16 @@ class FusedInput:
     def value(self) -> jax.Array:
         """Return the values, in the dtype of x."""
         return self.values()
+
+    @property
+    def fixed(self) -> Self:
+        """Return the input without gradient, for its codes."""
+        return jax.tree.map(_mesh.without_reduced, jax.lax.stop_gradient(self))
+
+    @property
+    def quantize(self) -> Callable[..., tuple]:
+        """Return the op that quantizes the values; see `_quantize_by`."""
+        raise NotImplementedError
 
     def values(self, fp8_residual: bool = False) -> jax.Array:
         """Return the values; `fp8_residual` says whether their backward reads codes of
@@ -126,16 +142,14 @@ class Activated(FusedInput):
         """Return the input without gradient, for its codes."""
         return Activated(jax.lax.stop_gradient(self.x), self.activation)
 
-    def quantize(self, scale: jax.Array, dtype: Any, amax: jax.Array | None) -> tuple:
-        """Quantize the values by the op; see `_quantize_by`."""
-        return ops.quantize_activation(
+    @property
+    def quantize(self) -> Callable[..., tuple]:
+        """Return the op that quantizes the values; see `_quantize_by`."""
+        return functools.partial(
+            ops.quantize_activation,
             self.x,
-            scale,
-            dtype,
             activation=self.activation,
-            amax=amax,
-            with_amax=amax is not None,
-            rows=len(self.shape) - 1,
+            rows=self.rows,
         )
 
 
@@ -152,11 +166,6 @@ class Normalized(FusedInput):
     kind: str = dataclasses.field(metadata={"static": True})
     epsilon: float = dataclasses.field(metadata={"static": True})
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Return the shape of the values."""
-        return self.x.shape
-
     def values(self, fp8_residual: bool = False) -> jax.Array:
         """Return the values; see `FusedInput.values`."""
         return _value(
@@ -168,23 +177,16 @@ class Normalized(FusedInput):
         )
 
     @property
-    def fixed(self) -> "Normalized":
-        """Return the input without gradient, for its codes."""
-        return jax.lax.stop_gradient(self)
-
-    def quantize(self, scale: jax.Array, dtype: Any, amax: jax.Array | None) -> tuple:
-        """Quantize the values by the op; see `_quantize_by`."""
-        return ops.quantize_norm(
+    def quantize(self) -> Callable[..., tuple]:
+        """Return the op that quantizes the values; see `_quantize_by`."""
+        return functools.partial(
+            ops.quantize_norm,
             self.x,
             self.scale,
             self.bias,
-            scale,
-            dtype,
             kind=self.kind,
             epsilon=self.epsilon,
-            amax=amax,
-            with_amax=amax is not None,
-            rows=len(self.shape) - 1,
+            rows=self.rows,
         )
 
 
@@ -213,15 +215,9 @@ class Pair(FusedInput):
         return jnp.stack([self.x, self.second.astype(self.x.dtype)], -2)
 
     @property
-    def fixed(self) -> "Pair":
-        """Return the kernels without gradient, for their codes."""
-        return jax.tree.map(_mesh.without_reduced, jax.lax.stop_gradient(self))
-
-    def quantize(self, scale: jax.Array, dtype: Any, amax: jax.Array | None) -> tuple:
-        """Quantize the values by the op; see `_quantize_by`."""
-        return ops.quantize_pair(
-            self.x, self.second, scale, dtype, amax=amax, with_amax=amax is not None
-        )
+    def quantize(self) -> Callable[..., tuple]:
+        """Return the op that quantizes the values; see `_quantize_by`."""
+        return functools.partial(ops.quantize_pair, self.x, self.second)
 
 
 @jax.tree_util.register_dataclass
@@ -370,7 +366,7 @@ def quantize_gradient(
 
     has_sums = options.columnwise and options.column_sums
 
-    def quantize(scale, dtype, amax):
+    def quantize(scale, dtype, amax, with_amax):
         return ops.quantize_activation_grad(
             grad.y,
             grad.grad,
@@ -379,7 +375,7 @@ def quantize_gradient(
             activation=grad.activation,
             transpose=options.columnwise,
             amax=amax,
-            with_amax=amax is not None,
+            with_amax=with_amax,
             rows=options.rows,
             column_sums=has_sums,
         )
@@ -395,8 +391,8 @@ def _quantize_by(quantize, quantizer, scale, options, current_amax) -> tuple:
     amax.
 
     Args:
-        quantize: `(scale, dtype, amax so far or None) -> (data, data_t, amax, *column
-            sums)`.
+        quantize: `(scale, dtype, amax=amax so far or None, with_amax=) -> (data,
+            data_t, amax, *column sums)`.
         quantizer: has one scale for the whole tensor.
         scale, options: see `Quantizer.quantize_operand`.
         current_amax: returns the amax of the tensor, see `TensorwiseQuantizer`.
@@ -405,7 +401,10 @@ def _quantize_by(quantize, quantizer, scale, options, current_amax) -> tuple:
         `(QTensor, *column sums)`.
     """
     chosen = quantizer.choose_scale(current_amax, scale, options.reduce)
-    data, data_t, amax, *sums = quantize(chosen.scale, quantizer.fp8_dtype, chosen.amax)
+    amax = chosen.amax
+    data, data_t, amax, *sums = quantize(
+        chosen.scale, quantizer.fp8_dtype, amax=amax, with_amax=amax is not None
+    )
     q = QTensor(data, chosen.scale_inv, data_t, recorded=amax, cols=options.cols)
     return q, *sums
 
