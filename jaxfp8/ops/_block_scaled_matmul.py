@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -103,64 +104,11 @@ def block_scaled_matmul(
     return product(a, b, a_scale_inv, b_scale_inv, *biases)[0]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Side:
-    """One operand of a product in jnp: codes `[*leading, *rows, *k]`, their scales and
-    the block of a scale.
+def _is_factor(scales):
+    """Return whether scales are one number along the whole contraction, and multiply
+    the product. E8M0 scales multiply the codes: that is exact in bfloat16.
     """
-
-    codes: object
-    scales: object
-    block: tuple | None
-    leading: int
-    contracting: int
-
-    @property
-    def rows(self):
-        return self.codes.shape[self.leading : self.codes.ndim - self.contracting]
-
-    @property
-    def matrix(self):
-        """Return the size of the merged matrix."""
-        return _shapes.merged(self.codes.shape[self.leading :], len(self.rows))
-
-    @property
-    def scales_rows(self):
-        """Return whether a scale is one number along the whole contraction."""
-        if self.block is None:
-            return True
-        _, count = _blocks.count(self.block, *self.matrix)
-        return count in (0, 1) and not self.is_exact
-
-    @property
-    def is_exact(self):
-        """Return whether the product of a code and its scale is exact in bfloat16."""
-        return self.scales.dtype == _blocks.E8M0
-
-    def widened(self, dtype):
-        """Widen the codes, and multiply them by their scales unless the scales multiply
-        the product.
-        """
-        values = self.codes.astype(dtype)
-        if self.scales_rows:
-            return values
-        return _blocks.scaled(values, self.scales, self.block, *self.matrix)
-
-    def row_scales(self):
-        """Return the scale of each row, f32 `[*leading, *rows]` or
-        `[*leading, 1, ...]`, where a scale is one number along the contraction.
-        """
-        scales = self.scales
-        if self.block is None:
-            # f32 [*vmapped, 1]
-            ones = self.leading + len(self.rows) - scales.ndim + 1
-            return scales.reshape(*scales.shape[:-1], *[1] * ones)
-        # Without any column the contraction is empty, and its sum is zero whatever the
-        # scale.
-        if not scales.shape[-1]:
-            scales = jnp.ones((*scales.shape[:-1], 1), jnp.float32)
-        spread = _blocks.spread(scales, (self.block[0], 1), self.matrix[0], 1)
-        return spread.reshape(*self.codes.shape[: self.leading], *self.rows)
+    return scales.dtype != _blocks.E8M0 and scales.shape[-1] in (0, 1)
 
 
 class _BlockScaledMatmul(Product):
@@ -180,12 +128,16 @@ class _BlockScaledMatmul(Product):
     b_block: tuple | None = None
     as_mx: bool = False
 
-    def modes(self, a_scale_inv, b_scale_inv):
+    @property
+    def blocks(self):
+        return self.a_block, self.b_block
+
+    def modes(self, scales):
         """Return cuBLASLt's modes for the scales of both operands; None where it has no
         mode.
         """
-        a_mode = _blocks.mode(self.a_block, a_scale_inv.dtype)
-        return a_mode, _blocks.mode(self.b_block, b_scale_inv.dtype)
+        dtypes = [scale.dtype for scale in scales]
+        return tuple(map(_blocks.mode, self.blocks, dtypes))
 
     def names(self, a, b, *_):
         leading, m, n, k = self.dimensions(b)
@@ -194,22 +146,47 @@ class _BlockScaledMatmul(Product):
         operands = [leading + m + k, leading + n + k, a_scales, b_scales]
         return operands + [leading + n] * self.has_bias, [leading + m + n]
 
+    def widened(self, dtype, x, scales, block):
+        """Widen codes, and multiply them by scales that are no factor of the
+        product.
+        """
+        values, rows = x.astype(dtype), x.ndim - self.leading - self.contracting
+        if _is_factor(scales):
+            return values
+        matrix = _shapes.merged(x.shape[self.leading :], rows)
+        return _blocks.scaled(values, scales, block, *matrix)
+
+    def factors(self, scales, out):
+        """Return the factors of a product out: `[*leading, *m, 1, ...]` of the scales
+        of a, and `[*leading, 1, ..., *n]` of those of b.
+        """
+        columns, factors = self.leading + self.rows, []
+        reduced = range(columns, out.ndim), range(self.leading, columns)
+        for scale, block, axes in zip(scales, self.blocks, reduced, strict=True):
+            shape = [1 if i in axes else size for i, size in enumerate(out.shape)]
+            if block is None:
+                factors.append(_shapes.stretch(scale, out))
+            elif _is_factor(scale):
+                # Without any column the contraction is empty, and its sum is zero
+                # whatever the scale.
+                if not scale.shape[-1]:
+                    scale = jnp.ones((*scale.shape[:-1], 1), jnp.float32)
+                size = math.prod(shape[self.leading :])
+                scale = _blocks.spread(scale, (block[0], 1), size, 1)
+                factors.append(scale.reshape(shape))
+        return factors
+
     def reference(self, *operands):
         """Multiply whole tensors, so that XLA can partition the product."""
-        a, b, a_scale_inv, b_scale_inv, bias, _ = self.split(operands)
-        leading = self.leading
+        a, b, *scales, bias, _ = self.split(operands)
         # 1. Widen the codes, with the scales that change along the contraction.
-        dimensions = leading, self.contracting
-        sides = [
-            _Side(a, a_scale_inv, self.a_block, *dimensions),
-            _Side(b, b_scale_inv, self.b_block, *dimensions),
-        ]
-        of_rows = [side.scales_rows for side in sides]
-        exact = all(side.is_exact or side.scales_rows for side in sides)
+        inside = [scale for scale in scales if not _is_factor(scale)]
+        exact = all(scale.dtype == _blocks.E8M0 for scale in inside)
         if not _tpu.is_target():
             wide = jnp.bfloat16 if exact else jnp.float32
-            a, b = (side.widened(wide) for side in sides)
-        elif not all(of_rows):
+            widened = functools.partial(self.widened, wide)
+            a, b = map(widened, (a, b), scales, self.blocks)
+        elif inside:
             raise NotImplementedError(
                 "block_scaled_matmul: expected one scale for each row or for the "
                 f"tensor, got blocks {self.a_block} by {self.b_block}: TPUs have no "
@@ -232,7 +209,7 @@ class _BlockScaledMatmul(Product):
         def in_f32(*operands):
             return lax.platform_dependent(*operands, cpu=on_cpu, default=product)
 
-        if exact and not (self.has_bias or any(of_rows)):
+        if exact and len(inside) == 2 and not self.has_bias:
             # cuBLASLt rounds its f32 sums itself; XLA would write them in f32 and read
             # them again.
             rounded = functools.partial(product, dtype=self.out_dtype)
@@ -242,11 +219,8 @@ class _BlockScaledMatmul(Product):
 
             return (lax.platform_dependent(a, b, cuda=rounded, default=in_two_steps),)
         # 2. Multiply, and apply the scales that are one number along the contraction.
-        out, columns, factors = in_f32(a, b), leading + self.rows, []
-        axes = range(columns, out.ndim), range(leading, columns)
-        for side, axis in zip(sides, axes, strict=True):
-            if side.scales_rows:
-                factors.append(jnp.expand_dims(side.row_scales(), tuple(axis)))
+        out = in_f32(a, b)
+        factors = self.factors(scales, out)
         if len(factors) == 2:
             out = rescaled(out, *factors, jnp.broadcast_to)
         elif factors:
@@ -262,14 +236,17 @@ class _BlockScaledMatmul(Product):
         """
         # 1. Merge the dimensions to groups of matrices.
         a, b, *scales, bias, _ = self.split(operands)
-        modes = ("1x32", "1x32") if self.as_mx else self.modes(*scales)
+        modes = ("1x32", "1x32") if self.as_mx else self.modes(scales)
         a, b, shape = self.groups(a, b)
         (*groups, m, k), n = a.shape, b.shape[-2]
         if 0 in (*groups, m, n, k):
             return self.reference(*operands)
         # 2. Order the scales as cuBLASLt reads them.
-        call_operands, blocks = [a, b], (self.a_block, self.b_block)
-        for scale, block, mode, rows in zip(scales, blocks, modes, (m, n), strict=True):
+        call_operands, sides = (
+            [a, b],
+            zip(scales, self.blocks, modes, (m, n), strict=True),
+        )
+        for scale, block, mode, rows in sides:
             scale = _shapes.merge(scale, self.leading, 1)
             if self.as_mx:
                 scale = _blocks.as_mx(scale, block, rows, k)
@@ -295,7 +272,7 @@ class _BlockScaledMatmul(Product):
         """
         if a.dtype == b.dtype == E5M2:
             return "block_scaled_matmul: no tensor core multiplies two float8_e5m2"
-        modes = self.modes(a_scale_inv, b_scale_inv)
+        modes = self.modes((a_scale_inv, b_scale_inv))
         reason = _blocks.missing(modes, capabilities, self.power_2_scale)
         if reason is None:
             return None
@@ -304,9 +281,9 @@ class _BlockScaledMatmul(Product):
             f"{self.a_block} by {b_scale_inv.dtype} of {self.b_block})"
         )
 
-    def for_gpus(self, capabilities, a, b, a_scale_inv, b_scale_inv, *_):
+    def for_gpus(self, capabilities, *types):
         """Return the op for GPUs of these compute capabilities."""
-        modes = self.modes(a_scale_inv, b_scale_inv)
+        modes = self.modes(types[2:4])
         as_mx = _blocks.runs_as_mx(modes, capabilities, self.power_2_scale)
         return dataclasses.replace(self, as_mx=as_mx)
 

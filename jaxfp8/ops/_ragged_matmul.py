@@ -3,7 +3,6 @@ sizes of the groups.
 """
 
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -344,63 +343,39 @@ def ends_of_groups(group_sizes, m):
     return jnp.minimum(jnp.cumsum(sizes, axis=-1, dtype=jnp.int32), m)
 
 
-class Chunks(NamedTuple):
-    """Groups of rows, cut into chunks of at most `rows` for the loops. No chunk has
-    rows of two groups.
+def _over_chunks(body, shape, m, group_sizes, first):
+    """Run `out = body(out, group, begin, inside)` for every chunk, from f32 zeros of
+    `shape` on.
 
-    Attributes:
-        rows: the largest number of rows of a chunk; the same for all chunks, so that
-            the loops' shapes are static.
-        m: the number of all rows.
-        sizes, ends: i32 `[g]`, the number of rows of each group, and the row after its
-            last row.
-        chunks: i32 `[g]`, the number of chunks of all groups up to and including each
-            group.
+    Chunks cut groups of these sizes, of `m` rows in all, the first of which begins at
+    row `first`. No chunk has rows of two groups. The window of a chunk is the rows from
+    `begin` on, as many for all chunks, so that shapes are static. Near the end the
+    window moves up so as not to reach beyond the last row; `inside`, a bool for each
+    row of the window, says which rows belong to the chunk.
     """
+    # A chunk has about as many rows as a group has on average, a power of two.
+    average = max(m // group_sizes.shape[0], 1)
+    rows = min(_MOST_ROWS, 1 << (average - 1).bit_length())
+    rows = min(m, max(_FEWEST_ROWS, rows))
+    ends = ends_of_groups(group_sizes, m)
+    sizes = jnp.diff(ends, prepend=lax.full((1,), 0, jnp.int32))
+    counts = (sizes + (rows - 1)) // rows
+    chunks, ends = jnp.cumsum(counts, dtype=jnp.int32), ends + first
 
-    rows: int
-    m: int
-    sizes: jax.Array
-    ends: jax.Array
-    chunks: jax.Array
+    def step(i, out):
+        # 1. Find the group of chunk i, and the first row of the chunk.
+        group = jnp.sum((chunks <= i).astype(jnp.int32))
+        end, size = ends[group], sizes[group]
+        count = (size + (rows - 1)) // rows
+        start = end - size + (i - (chunks[group] - count)) * rows
+        # 2. Keep the window inside the matrix, and mask its rows that are not of the
+        #    chunk.
+        begin = jnp.minimum(start, m - rows)
+        row = begin + lax.iota(jnp.int32, rows)
+        inside = (row >= start) & (row < jnp.minimum(start + rows, end))
+        return body(out, group, begin, inside)
 
-    @staticmethod
-    def cut(group_sizes, m, first):
-        """Cut groups of these sizes, of `m` rows in all; the first group begins at row
-        `first`.
-        """
-        groups = group_sizes.shape[0]
-        # A chunk has about as many rows as a group has on average, a power of two.
-        average = max(m // groups, 1)
-        rows = min(_MOST_ROWS, 1 << (average - 1).bit_length())
-        rows = min(m, max(_FEWEST_ROWS, rows))
-        ends = ends_of_groups(group_sizes, m)
-        sizes = jnp.diff(ends, prepend=lax.full((1,), 0, jnp.int32))
-        chunks = jnp.cumsum((sizes + (rows - 1)) // rows, dtype=jnp.int32)
-        return Chunks(rows, m, sizes, ends + first, chunks)
-
-    def loop(self, body, out):
-        """Run `out = body(out, group, begin, inside)` for every chunk.
-
-        The window of a chunk is the `rows` rows from `begin` on. Near the end the
-        window moves up so as not to reach beyond the last row; `inside`, bool `[rows]`,
-        says which rows of the window belong to the chunk.
-        """
-
-        def step(i, out):
-            # 1. Find the group of chunk i, and the first row of the chunk.
-            group = jnp.sum((self.chunks <= i).astype(jnp.int32))
-            end, size = self.ends[group], self.sizes[group]
-            count = (size + (self.rows - 1)) // self.rows
-            first = end - size + (i - (self.chunks[group] - count)) * self.rows
-            # 2. Keep the window inside the matrix, and mask its rows that are not of
-            #    the chunk.
-            begin = jnp.minimum(first, self.m - self.rows)
-            row = begin + lax.iota(jnp.int32, self.rows)
-            inside = (row >= first) & (row < jnp.minimum(first + self.rows, end))
-            return body(out, group, begin, inside)
-
-        return lax.fori_loop(0, self.chunks[-1], step, out)
+    return lax.fori_loop(0, chunks[-1], step, lax.full(shape, 0, jnp.float32))
 
 
 def _dot(a, b, precision):
@@ -412,31 +387,30 @@ def _dot(a, b, precision):
 
 def ragged_rows(a, b, group_sizes, first, precision):
     """Multiply a `[m, k]` by b `[g, n, k]`: f32 `[m, n]`."""
-    chunks = Chunks.cut(group_sizes, a.shape[0], first)
 
     def body(out, group, begin, inside):
-        rows = lax.dynamic_slice_in_dim(a, begin, chunks.rows, axis=0)
+        rows = lax.dynamic_slice_in_dim(a, begin, inside.size, axis=0)
         matrix = lax.dynamic_index_in_dim(b, group, axis=0, keepdims=False)
         new = _dot(rows, matrix, precision)
-        old = lax.dynamic_slice_in_dim(out, begin, chunks.rows, axis=0)
+        old = lax.dynamic_slice_in_dim(out, begin, inside.size, axis=0)
         new = jnp.where(inside[:, None], new, old)
         return lax.dynamic_update_slice_in_dim(out, new, begin, axis=0)
 
-    return chunks.loop(body, lax.full((a.shape[0], b.shape[1]), 0, jnp.float32))
+    m = a.shape[0]
+    return _over_chunks(body, (m, b.shape[1]), m, group_sizes, first)
 
 
 def ragged_contraction(a, b, group_sizes, first, precision):
     """Multiply a `[p, m]` by b `[n, m]`: f32 `[g, p, n]`."""
-    chunks = Chunks.cut(group_sizes, a.shape[1], first)
 
     def body(out, group, begin, inside):
         def columns(x):
-            x = lax.dynamic_slice_in_dim(x, begin, chunks.rows, axis=1)
+            x = lax.dynamic_slice_in_dim(x, begin, inside.size, axis=1)
             return jnp.where(inside[None, :], x, lax.full(x.shape, 0, x.dtype))
 
         old = lax.dynamic_index_in_dim(out, group, axis=0, keepdims=False)
         new = old + _dot(columns(a), columns(b), precision)
         return lax.dynamic_update_index_in_dim(out, new, group, axis=0)
 
-    shape = (group_sizes.shape[0], a.shape[0], b.shape[0])
-    return chunks.loop(body, lax.full(shape, 0, jnp.float32))
+    (p, m), (n, _) = a.shape, b.shape
+    return _over_chunks(body, (group_sizes.size, p, n), m, group_sizes, first)
