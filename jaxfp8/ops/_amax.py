@@ -11,7 +11,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from ..numerics import _scaling, _tpu
-from . import _checks, _ffi, _shapes
+from . import _checks, _shapes
 from ._primitive import ONE, SLOTS, Op, OpOfUnits, dims, halves
 
 MAX_QUANTIZERS = 64  # of one custom call: common/histories.h
@@ -50,9 +50,7 @@ class _Amax(Op):
         return (_tpu.abs_max_by_parts(x).reshape(1),)
 
     def cpu(self, x):
-        groups = _shapes.merge(x, self.vmap_dims)
-        (amaxes,) = _ffi.call("amax", [(groups.shape[:1], jnp.float32)], groups)
-        return (_shapes.vmapped_amaxes(amaxes, x.shape[: self.vmap_dims]),)
+        return self.call_on_groups(x)
 
 
 def amax_to_scale(amax, stored, *, fp8_max, margin=0.0):
@@ -146,6 +144,20 @@ def delayed_scales(histories, stored, *, fp8_max, margin=0.0, algo="max"):
     return [DelayedScale(*results[i :: len(histories)]) for i in range(len(histories))]
 
 
+def amaxes(history):
+    """Return in jnp the newest and the largest entry of a history, f32 `[*batch, 1]`;
+    both are -1 where an entry is below zero.
+    """
+    # An entry below zero counts as infinite, so that one reduction finds it and the
+    # largest entry.
+    is_below_zero, history = _scaling.below_zero(history), _scaling.clean(history)
+    infinity = np.full(history.shape, np.inf, np.float32)
+    marked = lax.select(is_below_zero, infinity, history)
+    largest = _scaling.abs_max(marked, axis=-1)[..., None]
+    entries = history[..., :1], largest
+    return [jnp.where(largest == jnp.inf, jnp.float32(-1), x) for x in entries]
+
+
 class _DelayedScales(OpOfUnits):
     """The units have the numerators of their scales, `fp8_max / 2**margin`;
     `most_recent` says whether the newest amax counts alone.
@@ -169,18 +181,10 @@ class _DelayedScales(OpOfUnits):
         for history, stored, numerator in zip(
             *halves(operands), self.of_units, strict=True
         ):
-            # An entry below zero counts as infinite, so that one reduction finds it and
-            # the largest entry.
-            is_below_zero = _scaling.below_zero(history)
-            history = _scaling.clean(history)
-            newest = history[..., :1]
-            infinity = np.full(history.shape, np.inf, np.float32)
-            marked = lax.select(is_below_zero, infinity, history)
-            largest = _scaling.abs_max(marked, axis=-1).reshape(newest.shape)
+            newest, largest = amaxes(history)
             amax = newest if self.most_recent else largest
-            amax = jnp.where(largest == jnp.inf, jnp.float32(-1), amax)
             scales = _scaling.amax_to_scale(amax, stored, numerator)
-            results.append((*scales, jnp.zeros_like(newest)))
+            results.append((*scales, jnp.zeros_like(amax)))
         return [part for parts in zip(*results, strict=True) for part in parts]
 
     def cpu(self, *operands):

@@ -247,7 +247,7 @@ class Op:
         return _abstract(*map(jax.typeof, operands), op=self, implementation=None)
 
     def call_on_groups(self, *operands, aliases=None, **attributes):
-        """Make the custom call of an op whose arrays are all `[*batch, n]`.
+        """Make the custom call of an op whose arrays are all `[*batch, *n]`.
 
         It takes and returns groups `[g, n]`; `[g]` where each has one number, and `[H]`
         of a history without a batch.
@@ -306,11 +306,13 @@ class Op:
 
 def _in_groups(arrays, names):
     """Yield the shape of each array in `Op.call_on_groups`, and the array."""
-    for x, (*batch, last) in zip(arrays, names, strict=True):
-        shape = math.prod(x.shape[:-1]), x.shape[-1]
-        if last == ONE[0]:
+    for x, named in zip(arrays, names, strict=True):
+        leading = sum(name.startswith(("vmapped", "batch")) for name in named)
+        last = named[leading:]
+        shape = math.prod(x.shape[:leading]), math.prod(x.shape[leading:])
+        if last == ONE:
             shape = shape[:1]
-        elif last.startswith(SLOTS) and not batch:
+        elif not leading and last[:1] and last[0].startswith(SLOTS):
             shape = x.shape
         yield shape, x
 

@@ -4,9 +4,12 @@ values of codes.
 count_saturated_and_flushed: how many elements quantize loses.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ..numerics import FP8_DTYPES, decode, encode, is_saturated_or_flushed
@@ -14,7 +17,9 @@ from . import _checks, _ffi, _shapes, _support
 from ._primitive import ONE, Op, dims
 
 _COUNTS = dims("whole_count", 1)  # a dimension that no mesh cuts
-_MAX_ROW = 2**16 - 1  # elements that half of a 32-bit word can count
+# The custom call gives a sum for each run of this many rows (common/column_sums.h); XLA
+# adds the sums up.
+_SUMMED_ROWS = 128
 
 
 def quantize(
@@ -60,13 +65,22 @@ def quantize(
 
 
 class Quantization(Op):
-    """The base of `quantize` and of producers.
+    """The base of the ops that quantize: what they compute from x and `more`, in one or
+    both layouts.
+
+    The primitive takes `(x, scale, *more, *amax_so_far)`. The results are data; data_t
+    if `transpose`; the amax if `with_amax`, at least `amax_so_far` where that is given;
+    and the sums over rows if `column_sums`, which needs `transpose`.
+
+    Such an op is a function in jnp, from x and `more` to f32 `[..., *m, *n]`: where no
+    kernel fuses this function and the quantization, it runs before the quantization.
 
     Attributes:
         dtype: the dtype of the codes.
         transpose, with_amax, column_sums: whether these are results.
         rows, cols: the numbers of dimensions that m and n stand for; `quantize` has
             none.
+        amax_place: the place of the amax among the results of the custom call.
     """
 
     dtype: np.dtype
@@ -75,6 +89,29 @@ class Quantization(Op):
     column_sums: bool = False
     rows: int = 1
     cols: int = 1
+    amax_place = 1
+
+    # What a subclass defines ----------------------------------------------------------
+
+    def columns(self):
+        """Return the names of the dimensions that n stands for."""
+        return dims("col", self.cols)
+
+    def operand_parts(self, batch, row, col):
+        """Return the names of the dimensions of x and of `more`, in parts, given those
+        of the codes: each part is one dimension in the custom call.
+        """
+        raise NotImplementedError
+
+    def produce(self, x, *more):
+        """Compute the values to quantize in jnp."""
+        return x
+
+    def extras(self):
+        """Return further operands of the custom call, and its attributes."""
+        return [], {}
+
+    # What all share -------------------------------------------------------------------
 
     @classmethod
     def quantize(cls, x, scale, more, amax, dtype, **options):
@@ -101,6 +138,36 @@ class Quantization(Op):
         f32 = [jnp.float32] * (self.with_amax + self.column_sums)
         return [self.dtype] * (1 + self.transpose) + f32
 
+    def parts(self, x):
+        """Return `operand_parts` for an x of this rank, and the parts of each layout of
+        the codes.
+        """
+        row, col = dims("row", self.rows), self.columns()
+        # x may have dimensions that the codes lack, such as the pair of a gated
+        # activation.
+        without_batch, *_ = self.operand_parts((), row, col)
+        batch = dims("batch", x - sum(map(len, without_batch)))
+        layouts = [(batch, row, col), (batch, col, row)]
+        return self.operand_parts(batch, row, col), layouts[: 1 + self.transpose]
+
+    def names(self, x, *ranks):
+        operands, layouts = self.parts(x)
+        x_names, *more_names = map(_names, operands)
+        amax_so_far = [ONE] * (len(ranks) - len(operands))
+        results = [*map(_names, layouts), *[ONE] * self.with_amax]
+        if self.column_sums:
+            # They lack the rows, so a mesh that cuts rows adds up the sums of its
+            # devices.
+            batch, _, col = layouts[0]
+            results.append(batch + col)
+        return [x_names, ONE, *more_names, *amax_so_far], results
+
+    def split(self, x, scale, *rest):
+        """Return `(x, *more)`, and the scale with `amax_so_far`."""
+        operands, _ = self.parts(x.ndim - self.vmap_dims)
+        count = len(operands) - 1
+        return (x, *rest[:count]), (scale, *rest[count:])
+
     def quantized(self, x, scale, *amax_so_far):
         """Quantize in jnp: `[data, data_t, amax, sums]`, without the results that are
         not asked for.
@@ -117,75 +184,88 @@ class Quantization(Op):
             results.append(jnp.sum(x, axis=axes, dtype=jnp.float32))
         return results
 
-    def call(
-        self,
-        results,
-        groups,
-        scale,
-        amax_so_far,
-        *more,
-        place=1,
-        batch=1,
-        **attributes,
-    ):
-        """Make one custom call that quantizes groups `[g, ...]`, or one group without
-        g, and raises amaxes in place.
+    def reference(self, *operands):
+        # The values stay in f32, as in the kernel: another rounding would give other
+        # codes.
+        arrays, scalars = self.split(*operands)
+        return self.quantized(self.produce(*arrays), *scalars)
 
-        Args:
-            results: `(shape, dtype)` of the results but the amax.
-            groups: the tensor in canonical form.
-            scale: f32 `[*vmapped, 1]`.
-            amax_so_far: the amax to raise, f32 `[*vmapped, 1]`, in a list; empty where
-                there is none.
-            *more: further operands of the custom call.
-            place: the number of results before the amax.
-            batch: the number of groups for each index of the vmapped dimensions.
-            **attributes: the attributes of the custom call.
-
-        Returns:
-            `(results, amax)`: the results but the amax, and in a list the amax
-            f32 `[*vmapped, 1]`, if `with_amax`.
+    def canonical(self, shape, parts):
+        """Return the shape in which the custom call takes an array, a dimension for
+        each of its parts; the first are groups.
         """
-        vmapped = scale.shape[:-1]
-        # In the canonical form f32 [0] stands for the amax that is no operand, or no
-        # result. The amax is raised in the operand's buffer. Another buffer would need
-        # a copy first, one more launch on a GPU.
-        if amax_so_far:
-            amax = _shapes.group_scales(*amax_so_far, len(vmapped), batch)
-            aliases = {2: place}
-        else:
-            amax, aliases = jnp.zeros((0,), jnp.float32), None
-        scales = _shapes.group_scales(scale, len(vmapped), batch)
-        amax_type = (scales.size * self.with_amax,), jnp.float32
+        groups, *counts = map(len, parts[:-1])
+        return _shapes.merged(shape, self.vmap_dims + groups, *counts)
+
+    def cuda(self, *operands):
+        """Make the custom call of this op, in its canonical form; it raises the amax in
+        place.
+        """
+        types, count = self.results(*operands), self.vmap_dims
+        arrays, (scale, *amax_so_far) = self.split(*operands)
+        array_parts, layouts = self.parts(arrays[0].ndim - count)
+        batch = layouts[0][0]
+        vmapped = types[0].shape[:count]
+        groups = math.prod(types[0].shape[count : count + len(batch)])
+        # 1. Merge the dimensions. What all groups of a vmapped index share is repeated
+        #    for them.
+        merged = []
+        for x, parts in zip(arrays, array_parts, strict=True):
+            x = x.reshape(self.canonical(x.shape, parts))
+            is_shared = parts[0] != batch
+            merged.append(_shapes.repeat(x, count, groups) if is_shared else x)
+        scalars = [
+            _shapes.group_scales(x, count, groups) for x in (scale, *amax_so_far)
+        ]
+        # f32 [0] stands for the amax that is no operand, or no result. The amax is
+        # raised in the operand's buffer: another buffer would need a copy first, one
+        # more launch on a GPU.
+        amax_type = (scalars[0].size * self.with_amax,), jnp.float32
+        aliases = {2: self.amax_place} if amax_so_far else None
+        if not amax_so_far:
+            scalars.append(jnp.zeros((0,), jnp.float32))
+        more, attributes = self.extras()
+        # 2. Call.
+        results = [
+            (self.canonical(x.shape, parts), self.dtype)
+            for x, parts in zip(types, layouts, strict=False)
+        ]
+        if self.column_sums:
+            *leading, m, n = results[0][0]
+            results.append(((*leading, -(-m // _SUMMED_ROWS), n), jnp.float32))
+        results.insert(self.amax_place, amax_type)
         outputs = _ffi.call(
             self.name,
-            [*results[:place], amax_type, *results[place:]],
-            *(groups, scales, amax, *more),
+            results,
+            *(merged[0], *scalars, *merged[1:], *more),
             aliases=aliases,
             **attributes,
         )
-        amaxes = outputs.pop(place)
-        if not self.with_amax:
-            return outputs, []
-        if amax_so_far and not batch:  # without groups no amax was raised
-            return outputs, amax_so_far
-        return outputs, [_shapes.vmapped_amaxes(amaxes, vmapped, batch)]
+        # 3. Order the results as those of the op.
+        amax = outputs.pop(self.amax_place)
+        if self.column_sums:
+            outputs[-1] = jnp.sum(outputs[-1], axis=-2)
+        if self.with_amax:
+            if groups or not amax_so_far:
+                amax = _shapes.vmapped_amaxes(amax, vmapped, groups)
+            else:
+                (amax,) = amax_so_far  # without groups it was not raised
+            outputs.insert(1 + self.transpose, amax)
+        return [x.reshape(t.shape) for x, t in zip(outputs, types, strict=True)]
 
 
 class Quantize(Quantization):
     name = "quantize"
     transpose: bool = False
-    reference = Quantization.quantized
+    cpu = Quantization.cuda
 
-    def names(self, x, *scalars):
-        x = dims("x", x)
-        return [x, *[ONE] * len(scalars)], [x, *[ONE] * self.with_amax]
+    def parts(self, x):
+        parts = (), dims("x", x)
+        return [parts], [parts]
 
-    def cpu(self, x, scale, *amax_so_far):
-        groups = _shapes.merge(x, self.vmap_dims)
-        results = [(groups.shape, self.dtype)]
-        (data,), amax = self.call(results, groups, scale, amax_so_far)
-        return [data.reshape(x.shape), *amax]
+
+def _names(parts):
+    return sum(parts, ())
 
 
 def dequantize(data: ArrayLike, scale_inv: ArrayLike, dtype: DTypeLike) -> jax.Array:
@@ -227,18 +307,7 @@ class _Dequantize(Op):
         return (decode(data, _shapes.stretch(scale_inv, data), self.dtype),)
 
     def cpu(self, data, scale_inv):
-        # Without vmapped dimensions one scale serves all groups, so the first dimension
-        # may count as groups.
-        groups = data
-        if self.vmap_dims or data.ndim < 2:
-            groups = _shapes.merge(data, self.vmap_dims)
-        (out,) = _ffi.call(
-            "dequantize",
-            [(groups.shape, self.dtype)],
-            groups,
-            _shapes.group_scales(scale_inv, self.vmap_dims),
-        )
-        return (out.reshape(data.shape),)
+        return self.call_on_groups(data, scale_inv)
 
 
 def widening_on_cpu():
@@ -250,7 +319,7 @@ def widening_on_cpu():
     dtype = np.dtype(jnp.bfloat16)
     if _support.why_disabled("dequantize"):
         return lambda data: data.astype(dtype)
-    unit = jax.lax.full((1,), 1.0, np.float32)
+    unit = lax.full((1,), 1.0, np.float32)
     return lambda data: _Dequantize(dtype).cpu(data, unit)[0]
 
 
@@ -286,17 +355,6 @@ def count_saturated_and_flushed(
     return _Count(dtype)(x, scale)[0]
 
 
-def _row_sums(words):
-    """Sum over the last dimension, cut into rows that `_MAX_ROW` allows."""
-    size = words.shape[-1]
-    pieces = -(-size // _MAX_ROW)
-    if pieces > 1:
-        words = _shapes.pad(words, -size % pieces).reshape(
-            *words.shape[:-1], pieces, -1
-        )
-    return jnp.sum(words, axis=-1, dtype=jnp.uint32)
-
-
 class _Count(Op):
     name = "count_saturated_and_flushed"
     dtype: np.dtype  # of the codes
@@ -308,19 +366,17 @@ class _Count(Op):
         return {_COUNTS[0]: 2}
 
     def reference(self, x, scale):
-        saturated, flushed = is_saturated_or_flushed(
-            x, _shapes.stretch(scale, x), self.dtype
+        masks = is_saturated_or_flushed(x, _shapes.stretch(scale, x), self.dtype)
+        # One reduction of both: for two XLA would write the product of every element to
+        # memory first.
+        counts = tuple(mask.astype(jnp.uint32) for mask in masks)
+        sums = lax.reduce(
+            counts,
+            (np.uint32(0),) * 2,
+            lambda a, b: tuple(map(lax.add, a, b)),
+            tuple(range(self.vmap_dims, x.ndim)),
         )
-        # Two sums in one: a sum for each count would be two reductions, for which XLA
-        # writes the product of every element to memory first. A row adds up both counts
-        # as the halves of one word.
-        words = saturated.astype(jnp.uint32) | (flushed.astype(jnp.uint32) << 16)
-        if x.ndim == self.vmap_dims:
-            words = words[..., None]
-        rows = _shapes.merge(_row_sums(words), *[1] * self.vmap_dims)
-        saturated = jnp.sum(rows & 0xFFFF, axis=-1, dtype=jnp.uint32)
-        flushed = jnp.sum(rows >> 16, axis=-1, dtype=jnp.uint32)
-        return (jnp.stack([saturated, flushed], axis=-1).astype(jnp.float32),)
+        return (jnp.stack(sums, axis=-1).astype(jnp.float32),)
 
     def cpu(self, x, scale):
         # This is not `reference` itself, though it computes the same: XLA would cut the

@@ -239,26 +239,23 @@ class _QuantizeActivation(Producer):
     name = "quantize_activation"
     activation: str | ClampedSwiGLU | None = None
 
-    def operand_names(self, batch, row, col):
-        return [batch + row + dims("whole_pair", is_gated(self.activation)) + col]
+    def pair(self):
+        """Return the name of the dimension of gate and up, where there is a gate."""
+        return dims("whole_pair", is_gated(self.activation))
+
+    def operand_parts(self, batch, row, col):
+        # The pair is a part of its own, of size 1 without a gate, so that one kernel
+        # serves both.
+        return [(batch, row, self.pair(), col)]
 
     def produce(self, x):
         return _activate(x, self.activation)
 
-    def canonical(self, x):
-        # The pair is a dimension of its own, of size 1 without a gate, so that one
-        # kernel serves both.
-        pair = int(is_gated(self.activation))
-        x = _shapes.merge(x, x.ndim - self.rows - pair - 1, self.rows, pair)
-        return (x,), _attributes(self.activation)
-
-
-def _attributes(activation):
-    """Return the attributes of the custom call."""
-    if not isinstance(activation, ClampedSwiGLU):
-        return {"activation": activation}
-    numbers = dataclasses.asdict(activation)
-    return {"activation": "clamped_swiglu"} | jax.tree.map(np.float32, numbers)
+    def extras(self):
+        if not isinstance(self.activation, ClampedSwiGLU):
+            return [], {"activation": self.activation}
+        numbers = jax.tree.map(np.float32, dataclasses.asdict(self.activation))
+        return [], {"activation": "clamped_swiglu"} | numbers
 
 
 def activation_grad(x, grad, activation):
@@ -335,10 +332,10 @@ class _QuantizeActivationGrad(_QuantizeActivation):
     name = "quantize_activation_grad"
 
     def columns(self):
-        return dims("whole_pair", is_gated(self.activation)) + dims("col", 1)
+        return self.pair() + dims("col", 1)
 
-    def operand_names(self, batch, row, col):
-        return [batch + row + col, batch + row + col[-1:]]
+    def operand_parts(self, batch, row, col):
+        return [(batch, row, col[:-1], col[-1:]), (batch, row, col[-1:])]
 
     def produce(self, x, grad):
         return activation_grad(x, grad, self.activation)
@@ -359,8 +356,3 @@ class _QuantizeActivationGrad(_QuantizeActivation):
         if self.transpose:
             outputs.append(jnp.stack(rest.pop(0), axis=-2 - self.rows))
         return [*outputs, *amax, *map(_tpu.joined, rest)]
-
-    def canonical(self, x, grad):
-        (x,), attributes = super().canonical(x)
-        grad = _shapes.merge(grad, grad.ndim - self.rows - 1, self.rows)
-        return (x, grad), attributes

@@ -2,14 +2,12 @@
 norm's result in memory.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from . import _checks, _shapes
+from . import _checks
 from ._primitive import dims
 from ._quantize_transpose import Producer
 
@@ -162,12 +160,13 @@ class _QuantizeNorm(Producer):
     name = "quantize_norm"
     has_beta: bool = False
 
-    def operand_names(self, batch, row, col):
-        return [
-            batch + row + col,
-            batch + row + dims("whole_statistic", 1),
-            *[col] * (1 + self.has_beta),
-        ]
+    def operand_parts(self, batch, row, col):
+        statistics = batch, row, dims("whole_statistic", 1)
+        return [(batch, row, col), statistics, *[((), col)] * (1 + self.has_beta)]
+
+    def extras(self):
+        # a beta of [0] is none
+        return [jnp.zeros((0,), jnp.float32)] * (not self.has_beta), {}
 
     def produce(self, x, statistics, *parameters):
         columns = [statistics[..., i : i + 1] for i in range(statistics.shape[-1])]
@@ -178,19 +177,3 @@ class _QuantizeNorm(Producer):
             for p in parameters
         ]
         return _affine(x, columns, parameters)
-
-    def canonical(self, x, statistics, *parameters):
-        """Give the parameters of each group, `[g, n]`, outside of vmap `[1, n]` for
-        all; a beta of `[0]` is none.
-        """
-        # Parameters are vmapped, never batched: each is repeated for the groups of its
-        # vmapped index.
-        leading = x.ndim - self.rows - 1
-        batch = math.prod(x.shape[self.vmap_dims : leading])
-        parameters = [_shapes.merge(p, p.ndim - 1) for p in parameters]
-        if self.vmap_dims and batch != 1:
-            parameters = [jnp.repeat(p, batch, axis=0) for p in parameters]
-        beta = [] if self.has_beta else [jnp.zeros((0,), jnp.float32)]
-        x = _shapes.merge(x, leading, self.rows)
-        statistics = _shapes.merge(statistics, leading, self.rows)
-        return (x, statistics, *parameters, *beta), {}

@@ -4,7 +4,7 @@ side.
 
 import jax.numpy as jnp
 
-from . import _checks, _shapes
+from . import _checks
 from ._primitive import dims
 from ._quantize_transpose import Producer
 
@@ -49,16 +49,11 @@ class _QuantizePair(Producer):
     def columns(self):
         return dims("whole_pair", 1) + dims("col", 1)
 
-    def operand_names(self, batch, row, col):
-        return [batch + row + col[-1:]] * 2
+    def operand_parts(self, batch, row, col):
+        return [(batch, row, col[1:])] * 2
 
     def sizes(self, *shapes):
         return {"whole_pair0": 2}
 
     def produce(self, x, second):
         return jnp.stack([x, second], -2)
-
-    def canonical(self, x, second):
-        leading = x.ndim - self.rows - 1
-        matrices = (_shapes.merge(each, leading, self.rows) for each in (x, second))
-        return tuple(matrices), {}

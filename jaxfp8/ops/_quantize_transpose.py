@@ -2,18 +2,11 @@
 `Producer`, which computes x too.
 """
 
-import math
-
 import jax
-import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _checks, _quantize, _shapes
-from ._primitive import ONE, dims
-
-# The custom call gives a sum for each run of this many rows (common/column_sums.h); XLA
-# adds the sums up.
-_SUMMED_ROWS = 128
+from . import _checks
+from ._quantize import Quantization, Quantize
 
 
 def quantize_transpose(
@@ -68,126 +61,28 @@ def quantize_transpose(
     )
 
 
-class Producer(_quantize.Quantization):
-    """An op that quantizes what it computes from x and `more`, in both layouts.
+class QuantizeTranspose(Quantization):
+    name = "quantize_transpose"
+    amax_place = 2
+    cpu = Quantization.cuda
 
-    The primitive takes `(x, scale, *more, *amax_so_far)`. The results are data; data_t
-    if `transpose`; the amax if `with_amax`, at least `amax_so_far` where that is given;
-    and the sums over rows if `column_sums`, which needs `transpose`. `m` stands for
-    `rows` dimensions, `n` for those of `columns`. The custom call takes and returns the
-    same arrays in its canonical form.
+    def operand_parts(self, batch, row, col):
+        return [(batch, row, col)]
 
-    A producer is a function in jnp, from the operands to f32 `[..., m, *n]`: where no
-    kernel fuses producer and quantization, this function runs before the quantization.
+    def canonical(self, shape, parts):
+        # A single matrix needs no group dimension.
+        merged = super().canonical(shape, parts)
+        return merged if self.vmap_dims or parts[0] else merged[1:]
 
-    Attributes:
-        is_fused: whether the custom call computes the values too.
-    """
 
-    is_fused = True
-
-    def columns(self):
-        """Return the names of the columns of the result, which are the last dimensions
-        of x.
-        """
-        return dims("col", self.cols)
-
-    def operand_names(self, batch, row, col):
-        """Return the names of x and `more`, given those of the result; `batch` are
-        dimensions of x beyond them.
-        """
-        raise NotImplementedError
-
-    def produce(self, x, *more):
-        """Compute the values in jnp, f32 `[..., m, n]`."""
-        raise NotImplementedError
-
-    def canonical(self, x, *more):
-        """Return `(x, *more)` as the custom call takes them, and its attributes."""
-        raise NotImplementedError
-
-    def names(self, x, *ranks):
-        col, row = self.columns(), dims("row", self.rows)
-        # x may have dimensions that the result lacks, such as the pair of a gated
-        # activation. So its rank is compared with that of its names.
-        batch = dims("batch", x - len(self._names_without_batch()[0]))
-        x_names, *more_names = self.operand_names(batch, row, col)
-        _, amax_so_far = self._split(ranks[1:])
-        results = [batch + row + col]
-        results += [batch + col + row] * self.transpose + [ONE] * self.with_amax
-        # The sums lack the rows, so a mesh that cuts rows adds up the sums of its
-        # devices.
-        results += [batch + col] * self.column_sums
-        return [x_names, ONE, *more_names, *[ONE] * len(amax_so_far)], results
-
-    def _names_without_batch(self):
-        return self.operand_names((), dims("row", self.rows), self.columns())
-
-    def _split(self, rest):
-        """Return `more` and `amax_so_far`."""
-        count = len(self._names_without_batch()) - 1
-        return rest[:count], rest[count:]
-
-    def reference(self, *operands):
-        # The values stay in f32, as in the kernel: another rounding would give other
-        # codes.
-        return self.quantized(*self._produced(operands))
-
-    def _produced(self, operands):
-        """Return the values, the scale and `amax_so_far`."""
-        x, scale, *rest = operands
-        more, amax_so_far = self._split(rest)
-        values = self.produce(x, *more)
-        return values, scale, *amax_so_far
+class Producer(Quantization):
+    """An op whose kernel for GPUs computes the values too."""
 
     def cpu(self, *operands):
         # XLA's CPU compiler vectorises a producer well; the custom call does the rest.
-        cls = QuantizeTranspose if self.transpose else _quantize.Quantize
+        arrays, scalars = self.split(*operands)
+        cls = QuantizeTranspose if self.transpose else Quantize
         results = self.transpose, self.with_amax, self.column_sums
         sizes = self.rows, self.cols
         op = cls(self.dtype, *results, *sizes, vmap_dims=self.vmap_dims)
-        return op(*self._produced(operands))
-
-    def cuda(self, x, scale, *rest):
-        """Make the custom call of this op, in its canonical form."""
-        more, amax_so_far = self._split(rest)
-        types = self.results(x, scale, *rest)
-        leading, row, col = _shapes.parts(types[0].shape, self.rows, self.cols)
-        m, n, batch = map(math.prod, (row, col, leading[self.vmap_dims :]))
-        (x, *more), attributes = self.canonical(x, *more)
-        # A single matrix needs no group dimension, but the fused producers have one
-        # always.
-        groups = x.shape[:1] if self.is_fused or leading else ()
-        results = [((*groups, m, n), self.dtype)]
-        results += [((*groups, n, m), self.dtype)] * self.transpose
-        sums = (*groups, -(-m // _SUMMED_ROWS), n), jnp.float32
-        (data, *rest), amax = self.call(
-            results + [sums] * self.column_sums,
-            *(x, scale, amax_so_far, *more),
-            # Results that may be left out come after the amax: the sums, and data_t of
-            # a producer.
-            place=1 if self.is_fused else 2,
-            batch=batch,
-            **attributes,
-        )
-        outputs = [data, *rest[: self.transpose], *amax]
-        if self.column_sums:
-            outputs.append(jnp.sum(rest[-1], axis=-2))
-        return [x.reshape(t.shape) for x, t in zip(outputs, types, strict=True)]
-
-
-class QuantizeTranspose(Producer):
-    name = "quantize_transpose"
-    is_fused = False
-
-    def operand_names(self, batch, row, col):
-        return [batch + row + col]
-
-    def produce(self, x):
-        return x
-
-    def canonical(self, x):
-        leading = x.ndim - self.rows - self.cols
-        return (_shapes.merge_groups(x, leading, self.rows),), {}
-
-    cpu = Producer.cuda
+        return op(self.produce(*arrays), *scalars)

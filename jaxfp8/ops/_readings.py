@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 
 from ..numerics import E4M3, _scaling
 from . import _ffi, _support
-from ._amax import MAX_QUANTIZERS
+from ._amax import MAX_QUANTIZERS, amaxes
 from ._partition import WHOLE
 from ._primitive import ONE, SLOTS, Op, OpOfCpus, OpOfUnits, dims, halves
 
@@ -155,16 +155,6 @@ def _names(ranks, counts):
     return histories, [(*batch, *ONE)] * len(histories), readings
 
 
-def _amaxes(history, scale):
-    """Return the newest and the largest entry of a history, f32 `[*batch, 1]`."""
-    entries = _scaling.clean(history)
-    newest, largest = entries[..., :1], _scaling.abs_max(entries, axis=-1)[..., None]
-    is_below_zero = jnp.any(_scaling.below_zero(history), axis=-1, keepdims=True)
-    is_below_zero |= _scaling.below_zero(scale)
-    below_zero = jnp.float32(-1)
-    return [jnp.where(is_below_zero, below_zero, x) for x in (newest, largest)]
-
-
 def _next_history(history, amax, scale_inv, stays=None):
     """Drop slot 1, the oldest, and record the amax in slot 0; all arrays are bits of
     f32.
@@ -212,19 +202,17 @@ class _ReadHistories(OpOfUnits):
         histories, scales = halves(operands)
         # The numbers of all quantizers are vectors, so that their scales are computed
         # once.
-        amaxes = map(_amaxes, histories, scales)
-        newest, largest, scale = (
-            jnp.concatenate(x, axis=-1) for x in (*zip(*amaxes, strict=True), scales)
-        )
+        columns = *zip(*map(amaxes, histories), strict=True), scales
+        newest, largest, scale = (jnp.concatenate(x, axis=-1) for x in columns)
+        is_below_zero, below_zero = _scaling.below_zero(scale), jnp.float32(-1)
+        newest = jnp.where(is_below_zero, below_zero, newest)
+        largest = jnp.where(is_below_zero, below_zero, largest)
         numerators = np.array(sum(self.of_units, ()), np.float32)
         next_scales = _scaling.amax_to_scale(largest, scale, numerators)
         numbers = newest, largest, scale, jnp.zeros_like(scale), *next_scales
-        table, start, readings = jnp.stack(numbers, axis=-1), 0, []
-        for count in self.counts:
-            part = table[..., start : start + count, :]
-            readings.append(part.reshape(*part.shape[:-2], count * READING_NUMBERS))
-            start += count
-        return readings
+        table = jnp.stack(numbers, axis=-1)
+        parts = jnp.split(table, np.cumsum(self.counts)[:-1], axis=-2)
+        return [x.reshape(*x.shape[:-2], READING_NUMBERS * x.shape[-2]) for x in parts]
 
     def cpu(self, *operands):
         numerators = np.array(sum(self.of_units, ()), np.float32)

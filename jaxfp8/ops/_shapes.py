@@ -78,11 +78,13 @@ def group_scales(scale, vmap_dims, batch=1):
         vmap_dims: the number of vmapped dimensions.
         batch: the number of groups of each index.
     """
-    # Handlers take one for all groups, so it is not repeated for each of them.
-    if vmap_dims == 0:
-        return scale
-    scale = scale.reshape(-1)
-    return scale if batch == 1 else jnp.repeat(scale, batch)
+    return repeat(scale.reshape(-1), vmap_dims, batch)
+
+
+def repeat(x, vmap_dims, batch):
+    """Repeat `[v, ...]`, of all vmapped indices, for the groups of a batch."""
+    # Handlers take one for all groups, so that of no vmapped index is not repeated.
+    return jnp.repeat(x, batch, axis=0) if vmap_dims and batch != 1 else x
 
 
 def vmapped_amaxes(amaxes, vmapped, batch=1):
