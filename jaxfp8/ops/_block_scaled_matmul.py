@@ -184,8 +184,8 @@ class _BlockScaledMatmul(Product):
         exact = all(scale.dtype == _blocks.E8M0 for scale in inside)
         if not _tpu.is_target():
             wide = jnp.bfloat16 if exact else jnp.float32
-            widened = functools.partial(self.widened, wide)
-            a, b = map(widened, (a, b), scales, self.blocks)
+            a = self.widened(wide, a, scales[0], self.a_block)
+            b = self.widened(wide, b, scales[1], self.b_block)
         elif inside:
             raise NotImplementedError(
                 "block_scaled_matmul: expected one scale for each row or for the "
@@ -242,10 +242,8 @@ class _BlockScaledMatmul(Product):
         if 0 in (*groups, m, n, k):
             return self.reference(*operands)
         # 2. Order the scales as cuBLASLt reads them.
-        call_operands, sides = (
-            [a, b],
-            zip(scales, self.blocks, modes, (m, n), strict=True),
-        )
+        call_operands = [a, b]
+        sides = zip(scales, self.blocks, modes, (m, n), strict=True)
         for scale, block, mode, rows in sides:
             scale = _shapes.merge(scale, self.leading, 1)
             if self.as_mx:

@@ -165,8 +165,9 @@ class _QuantizeNorm(Producer):
         return [(batch, row, col), statistics, *[((), col)] * (1 + self.has_beta)]
 
     def extras(self):
-        # a beta of [0] is none
-        return [jnp.zeros((0,), jnp.float32)] * (not self.has_beta), {}
+        if self.has_beta:
+            return [], {}
+        return [jnp.zeros((0,), jnp.float32)], {}  # a beta of [0] is none
 
     def produce(self, x, statistics, *parameters):
         columns = [statistics[..., i : i + 1] for i in range(statistics.shape[-1])]
