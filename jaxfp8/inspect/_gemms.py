@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn, nnx
 
-from .._jax import _compat, _warnings
+from .._jax import _warnings
 from .._jax._table import aligned
 from ..dot import _product
 from ..nnx._inspect import function_of_arrays
@@ -256,12 +256,8 @@ def _forward(eqn):
     def run(operands):
         _product._primal(*operands, product=product, tree=eqn.params["tree"])
 
-    # The forward reads state in the max dtype as float32.
-    operands = []
-    for aval in (var.aval for var in eqn.invars):
-        dtype = jnp.float32 if _compat.is_max(aval) else aval.dtype
-        operands.append(jax.ShapeDtypeStruct(aval.shape, dtype))
-    return traced(run, operands)
+    avals = [var.aval for var in eqn.invars]
+    return traced(run, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals])
 
 
 def _text(aval) -> str:

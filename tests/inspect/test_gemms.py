@@ -457,16 +457,17 @@ def test_layers_of_linen():
     model = jaxfp8.linen.quantize(Model(), [("attention/(query|key|value)", CURRENT)])
     variables = jax.eval_shape(model.init, KEY, X)
     step = jax.grad(lambda v, x: jnp.sum(model.apply(v, x)))
-    rows = inspect.gemms(step, variables, X).rows
-    assert {row["layer"]: row["fp8"] for row in rows} == {
-        "stack/mix": True,
-        "attention/query": True,
-        "attention/key": True,
-        "attention/value": True,
-        "attention/...qhd,...khd->...hqk": False,
-        "attention/...hqk,...khd->...qhd": False,
-        "attention/out": False,
-    }
+    for function in (step, model.apply):
+        rows = inspect.gemms(function, variables, X).rows
+        assert {row["layer"]: row["fp8"] for row in rows} == {
+            "stack/mix": True,
+            "attention/query": True,
+            "attention/key": True,
+            "attention/value": True,
+            "attention/...qhd,...khd->...hqk": False,
+            "attention/...hqk,...khd->...qhd": False,
+            "attention/out": False,
+        }
 
 
 @pytest.mark.parametrize("recipe", [CURRENT, BLOCK], ids=["current", "block"])
