@@ -307,7 +307,18 @@ class _Dequantize(Op):
         return (decode(data, _shapes.stretch(scale_inv, data), self.dtype),)
 
     def cpu(self, data, scale_inv):
-        return self.call_on_groups(data, scale_inv)
+        # Without vmapped dimensions one scale serves all groups, so the first dimension
+        # may count as groups.
+        groups = data
+        if self.vmap_dims or data.ndim < 2:
+            groups = _shapes.merge(data, self.vmap_dims)
+        (out,) = _ffi.call(
+            "dequantize",
+            [(groups.shape, self.dtype)],
+            groups,
+            _shapes.group_scales(scale_inv, self.vmap_dims),
+        )
+        return (out.reshape(data.shape),)
 
 
 def widening_on_cpu():
