@@ -178,7 +178,7 @@ class _BlockScaledMatmul(Product):
 
     def reference(self, *operands):
         """Multiply whole tensors, so that XLA can partition the product."""
-        a, b, *scales, bias, _ = self.split(operands)
+        a, b, *scales, bias = self.split(operands)
         # 1. Widen the codes, with the scales that change along the contraction.
         inside = [scale for scale in scales if not _is_factor(scale)]
         exact = all(scale.dtype == _blocks.E8M0 for scale in inside)
@@ -235,7 +235,7 @@ class _BlockScaledMatmul(Product):
         bias.
         """
         # 1. Merge the dimensions to groups of matrices.
-        a, b, *scales, bias, _ = self.split(operands)
+        a, b, *scales, bias = self.split(operands)
         modes = ("1x32", "1x32") if self.as_mx else self.modes(scales)
         a, b, shape = self.groups(a, b)
         (*groups, m, k), n = a.shape, b.shape[-2]

@@ -35,7 +35,6 @@ def scaled_matmul(
     b_scale_inv: ArrayLike,
     *,
     bias: ArrayLike | None = None,
-    accumulator: ArrayLike | None = None,
     out_dtype: DTypeLike = jnp.bfloat16,
     precise: bool = False,
     batch: int | None = None,
@@ -49,7 +48,7 @@ def scaled_matmul(
 
     Equivalent to, in f32 and rounded once at the end:
 
-        out = (a @ b.mT) * (a_scale_inv * b_scale_inv) + bias + accumulator
+        out = (a @ b.mT) * (a_scale_inv * b_scale_inv) + bias
         out = out.astype(out_dtype)
 
     Where `a_scale_inv * b_scale_inv` is not a normal number, the scales multiply one
@@ -67,8 +66,6 @@ def scaled_matmul(
         a_scale_inv: f32[] or f32[1].
         b_scale_inv: f32[] or f32[1].
         bias: bfloat16, float16 or float32 `[..., n]`, added to every row.
-        accumulator: f32 `[..., m, n]`, added; with `out_dtype` float32 the GPU may add
-            in place.
         out_dtype: bfloat16, float16 or float32.
         precise: turns fast accumulation off. On Ada and Hopper the tensor cores then
             hand their sums to f32 at intervals, in place of once at the end; bits that
@@ -81,8 +78,8 @@ def scaled_matmul(
             for bfloat16, and a second rounding. By default TPUs add in f32; other
             devices add in `out_dtype` anyway.
         by_halves: says that the halves of a result `[m, 2, n]` are read apart, such as
-            the gradients of two kernels: without a bias and an accumulator one GPU
-            computes each half by a product of its own, and copies neither.
+            the gradients of two kernels: without a bias one GPU computes each half by a
+            product of its own, and copies neither.
         a_t, b_t: a and b as `[..., k, m]` and `[..., k, n]`, if another product reads
             the operands in that layout. On one device a_t and b_t are not read. On a
             mesh, if a or b has to be gathered, a_t or b_t is gathered in its place, so
@@ -96,24 +93,15 @@ def scaled_matmul(
         ValueError: an argument has another shape.
     """
     op = "scaled_matmul"
-    a, b, (leading, m, n, _), terms, fields = _shapes.checked_product(
+    a, b, (_, _, n, _), terms, fields = _shapes.checked_product(
         op, a, b, bias, batch, contracting, out_dtype, precise
     )
     a_scale_inv = _checks.scale(op, "a_scale_inv", a_scale_inv)
     b_scale_inv = _checks.scale(op, "b_scale_inv", b_scale_inv)
-    if accumulator is not None:
-        accumulator = _checks.array(op, "accumulator", accumulator)
-        if accumulator.dtype != np.float32:
-            raise TypeError(
-                f"{op}: accumulator: expected float32, got {accumulator.dtype}; cast "
-                "it first"
-            )
-        terms.append(_checks.shape(op, "accumulator", accumulator, (*leading, *m, *n)))
     is_pair = len(n) == 2 == n[0] and not terms
     terms += [x for x in (a_t, b_t) if x is not None]
     product = _ScaledMatmul(
         **fields,
-        has_accumulator=accumulator is not None,
         has_a_t=a_t is not None,
         has_b_t=b_t is not None,
         narrow_sums=_checks.flag(op, "narrow_sums", narrow_sums),
@@ -139,7 +127,7 @@ def _spaced(scale):
     return scale if count == 1 else lax.broadcast_in_dim(scale, (count, 4), (0,))
 
 
-def call_cublaslt(name, a, b, *more, depth, shape, dtype, aliases=None, **attributes):
+def call_cublaslt(name, a, b, *more, depth, shape, dtype, **attributes):
     """Make one custom call on groups: a `[g, m, k]`, b `[g, n, k]`.
 
     Args:
@@ -148,7 +136,6 @@ def call_cublaslt(name, a, b, *more, depth, shape, dtype, aliases=None, **attrib
         *more: further operands, padded as well.
         depth: the multiple to which k is padded.
         shape, dtype: those of the result.
-        aliases: see `_ffi.call`.
         **attributes: the attributes of the custom call.
     """
     (*groups, m, k), n = a.shape, b.shape[-2]
@@ -157,7 +144,7 @@ def call_cublaslt(name, a, b, *more, depth, shape, dtype, aliases=None, **attrib
         ((*groups, a.shape[-2], b.shape[-2]), dtype),
         ((WORKSPACE_BYTES,), jnp.uint8),
     ]
-    out, _ = _ffi.call(name, results, a, b, *more, aliases=aliases, **attributes)
+    out, _ = _ffi.call(name, results, a, b, *more, **attributes)
     return out[..., :m, :n].reshape(shape)
 
 
@@ -179,7 +166,7 @@ def _scalar(scale, dtype):
 
 
 class _ScaledMatmul(Product):
-    """The operands bias, accumulator, a_t and b_t may follow the first four.
+    """The operands bias, a_t and b_t may follow the first four.
 
     `narrow_sums` says in what dtype TPUs add their parts of the result, `by_halves`
     that its halves are read apart.
@@ -202,15 +189,14 @@ class _ScaledMatmul(Product):
 
     def names(self, a, b, *rest):
         leading, m, n, k = self.dimensions(b)
-        out = leading + m + n
         operands = [leading + m + k, leading + n + k, ONE, ONE]
-        operands += [leading + n] * self.has_bias + [out] * self.has_accumulator
+        operands += [leading + n] * self.has_bias
         operands += [leading + k + m] * self.has_a_t + [leading + k + n] * self.has_b_t
-        return operands, [out]
+        return operands, [leading + m + n]
 
     def second_layouts(self):
         positions = [0] * self.has_a_t + [1] * self.has_b_t
-        return dict(zip(positions, itertools.count(self.added().stop), strict=False))
+        return dict(zip(positions, itertools.count(4 + self.has_bias), strict=False))
 
     turned = staticmethod(turned_codes)
 
@@ -218,21 +204,19 @@ class _ScaledMatmul(Product):
         """Widen the codes, which is exact, and multiply whole tensors with f32
         accumulation.
         """
-        a, b, a_scale_inv, b_scale_inv, bias, accumulator = self.split(operands)
+        a, b, a_scale_inv, b_scale_inv, bias = self.split(operands)
         # XLA adds the parts of a product that a mesh has in the dtype of the dot.
         is_narrow = self.narrow_sums and _tpu.devices.value in ("mesh", "unknown")
         dtype = self.out_dtype if is_narrow else jnp.float32
         out = self.dot(widen(a), widen(b), dtype).astype(jnp.float32)
         out = rescaled(out, a_scale_inv, b_scale_inv)
-        return self.finish(out, bias, accumulator)
+        return self.finish(out, bias)
 
     def tpu(self, *operands):
         """Multiply by both halves of a pair apart, such as the kernels of gate and
         up.
         """
-        a, b, *scales, bias, accumulator = self.split(operands)
-        if accumulator is not None:
-            return self.reference(*operands)
+        a, b, *scales, bias = self.split(operands)
         columns = b.shape[self.leading : -self.contracting]
         if _tpu.are_apart(columns):
             halves = [_tpu.halves(b, self.leading)]
@@ -260,10 +244,10 @@ class _ScaledMatmul(Product):
         return self.reference(*operands, widen=widening_on_cpu())
 
     def cuda(self, *operands):
-        """Make one custom call on groups: a `[g, m, k]`, b `[g, n, k]`. XLA adds the
-        terms that cuBLASLt does not.
+        """Make one custom call on groups: a `[g, m, k]`, b `[g, n, k]`. XLA adds a
+        bias that cuBLASLt does not.
         """
-        a, b, *scales, bias, accumulator = self.split(operands)
+        a, b, *scales, bias = self.split(operands)
         if self.by_halves and len(b.shape) == 2 + self.contracting:
             one = dataclasses.replace(self, by_halves=False)
             halves = [one.cuda(a, half, *scales)[0] for half in _tpu.halves(b, 0)]
@@ -276,39 +260,26 @@ class _ScaledMatmul(Product):
             return self.reference(*operands)
 
         # 2. The epilogue takes one bias for all groups, in the output's dtype (bfloat16
-        #    for float32), or an f32 accumulator where the output is f32. Otherwise the
-        #    GEMM returns f32 and XLA fuses the rest into one pass.
+        #    for float32). Otherwise the GEMM returns f32 and XLA adds the bias.
         bias_dtype = jnp.float16 if self.out_dtype == np.float16 else jnp.bfloat16
         more = [_spaced(_shapes.group_scales(x, self.vmap_dims)) for x in scales]
-        has_bias = has_accumulator = False
-        if accumulator is None and bias is not None:
-            has_bias = math.prod(groups) == 1 and bias.dtype == bias_dtype
-        elif accumulator is not None and bias is None:
-            has_accumulator = self.out_dtype == np.float32
+        has_bias = self.has_bias and math.prod(groups) == 1 and bias.dtype == bias_dtype
         if has_bias:
             more.append(_shapes.pad(bias.reshape(n), -n % ALIGNMENT))
             bias = None
-        if has_accumulator:
-            sums = accumulator.reshape(*groups, m, n)
-            more.append(_shapes.pad(sums, -m % ALIGNMENT, -n % ALIGNMENT))
-            accumulator = None
 
-        # 3. Multiply, and add the terms that the epilogue did not take.
-        dtype = self.out_dtype
-        if bias is not None or accumulator is not None:
-            dtype = jnp.float32
+        # 3. Multiply, and add the bias that the epilogue did not take.
         out = call_cublaslt(
             "scaled_matmul",
             *(a, b, *more),
             depth=ALIGNMENT,
             shape=shape,
-            dtype=dtype,
-            aliases={4: 0} if has_accumulator else None,
+            dtype=self.out_dtype if bias is None else jnp.float32,
             precise=self.precise,
             has_bias=has_bias,
-            has_accumulator=has_accumulator,
+            has_accumulator=False,  # the handler can add an f32 array
         )
-        return self.finish(out, bias, accumulator)
+        return self.finish(out, bias)
 
     def by_xla(self, *operands):
         """Write the pattern that XLA's GPU compiler rewrites to FP8 products: convert,
@@ -320,7 +291,7 @@ class _ScaledMatmul(Product):
         bfloat16 operands would be rounded, so the pattern stays in float32.
         """
         in_f32 = functools.partial(self.pattern, dtype=jnp.float32)
-        narrow = self.out_dtype == jnp.bfloat16 and not self.has_accumulator
+        narrow = self.out_dtype == jnp.bfloat16
         if not (narrow and _is_rewritten(*operands[:2], self.vmap_dims)):
             return in_f32(*operands)
         in_bf16 = functools.partial(self.pattern, dtype=jnp.bfloat16)
@@ -328,7 +299,7 @@ class _ScaledMatmul(Product):
 
     def pattern(self, *operands, dtype):
         """Multiply by the pattern of `by_xla`, with operands of `dtype`."""
-        a, b, a_scale_inv, b_scale_inv, bias, accumulator = self.split(operands)
+        a, b, a_scale_inv, b_scale_inv, bias = self.split(operands)
         scales_inside = _is_rewritten(a, b, self.vmap_dims)
         a, b = a.astype(dtype), b.astype(dtype)
         if scales_inside:
@@ -342,7 +313,7 @@ class _ScaledMatmul(Product):
             # Multiply by one factor: two would be two launches, and XLA's products have
             # no rule for scales that flush.
             out = out * _shapes.spread(a_scale_inv * b_scale_inv, out.shape)
-        return self.finish(out, bias, accumulator)
+        return self.finish(out, bias)
 
     def batch_first(self, run, operands, batch_dims):
         """Merge a batch of a alone, or of b alone, into its rows; make a batch with
@@ -353,10 +324,10 @@ class _ScaledMatmul(Product):
         if batched & {2, 3}:
             return None
         # 1. Find the only operand that is batched, alone or with its second layout.
-        #    Terms that are added have no room for more rows.
+        #    A bias has no room for more columns.
         second, operands = self.second_layouts(), list(operands)
         first, leading = min(batched), self.leading
-        has_no_room = self.has_accumulator or (first == 1 and self.has_bias)
+        has_no_room = first == 1 and self.has_bias
         if has_no_room or first > 1 or batched != {first, second.get(first, first)}:
             return self._share_scales(run, operands, batch_dims)
         # 2. Make the batch the first dimension of m, or of n, in both layouts.

@@ -140,7 +140,6 @@ class Product(Op):
         batch, rows, contracting: the numbers of dimensions of a that are batch, m and
             k.
         has_bias: whether a bias `[*batch, *n]` is added.
-        has_accumulator: whether an f32 array in the shape of the result is added.
     """
 
     out_dtype: np.dtype
@@ -149,7 +148,6 @@ class Product(Op):
     rows: int
     contracting: int
     has_bias: bool
-    has_accumulator: bool = False
 
     @property
     def leading(self):
@@ -157,19 +155,14 @@ class Product(Op):
         return self.vmap_dims + self.batch
 
     def split(self, operands):
-        """Return `(a, b, a_scale_inv, b_scale_inv, bias or None, accumulator or
-        None)`.
-        """
-        rest = list(operands[4:])
-        bias = rest.pop(0) if self.has_bias else None
-        accumulator = rest.pop(0) if self.has_accumulator else None
-        return (*operands[:4], bias, accumulator)
+        """Return `(a, b, a_scale_inv, b_scale_inv, bias or None)`."""
+        return operands[:5] if self.has_bias else (*operands[:4], None)
 
     def dtypes(self, *operands):
         return [self.out_dtype]
 
     def added(self):
-        return range(4, 4 + self.has_bias + self.has_accumulator)
+        return [4] * self.has_bias
 
     def dimensions(self, b_rank):
         """Return the names of the dimensions: `(batch, m, n, k)`."""
@@ -198,17 +191,15 @@ class Product(Op):
         a = merge_groups(a, leading, self.rows)
         return a, merge_groups(b, leading, len(columns)), shape
 
-    def finish(self, out, bias, accumulator=None):
-        """Add the bias and the accumulator to a scaled product of whole tensors, and
-        round it to `out_dtype`; None adds nothing.
+    def finish(self, out, bias):
+        """Add the bias, unless it is None, to a scaled product of whole tensors, and
+        round it to `out_dtype`.
         """
         if bias is not None:
             leading = self.leading
             columns = (*range(leading), *range(leading + self.rows, out.ndim))
             bias = bias.astype(out.dtype)
             out = out + lax.broadcast_in_dim(bias, out.shape, columns)
-        if accumulator is not None:
-            out = out + accumulator
         return (out.astype(self.out_dtype),)
 
 

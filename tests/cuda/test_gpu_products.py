@@ -21,35 +21,6 @@ from .test_block_handlers import RAGGED, ragged_operands
 pytestmark = pytest.mark.gpu
 
 
-def test_accumulation_in_place():
-    """A donated accumulator: C and D are one buffer."""
-    a = random_codes((64, 128), E4M3, 1)
-    b = random_codes((96, 128), E4M3, 2)
-    one = F32(2.0**-8)
-
-    @jax.jit
-    def four_times(accumulator):
-        def body(_, total):
-            return ops.scaled_matmul(
-                a, b, one, one, accumulator=total, out_dtype=jnp.float32, precise=True
-            )
-
-        return jax.lax.fori_loop(0, 4, body, accumulator)
-
-    exact = oracle.scaled_matmul(
-        a, b, one, one, **cases.accumulation("cuda", precise=True)
-    )
-    error = np.abs(
-        np.asarray(four_times(jnp.zeros((64, 96), jnp.float32)), np.float64)
-        - 4 * exact.exact
-    )
-    # Four products, each with the bound of one, and four additions of partial sums of
-    # at most four products.
-    assert (
-        error <= 4 * exact.bound + 4 * oracle.PRECISE * 4 * np.abs(exact.exact)
-    ).all()
-
-
 @pytest.mark.parametrize(
     "a_scale, b_scale", [(1.7e-35, 1.1e-5), (1.1e-5, 1.7e-35), (1.3e25, 1.7e20)]
 )

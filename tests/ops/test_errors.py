@@ -117,18 +117,6 @@ BAD = [
         [np.ones(5, dtype) for dtype in (np.int32, np.float64, E4M3)],
     ),
     (PRODUCTS, "bias", VALUE, [np.ones(4, F32), np.ones((1, 5), F32), S]),
-    (
-        ["scaled_matmul"],
-        "accumulator",
-        TYPE,
-        [np.ones((4, 5), dtype) for dtype in (BF16, np.int32)],
-    ),
-    (
-        ["scaled_matmul"],
-        "accumulator",
-        VALUE,
-        [np.ones((5, 4), F32), np.ones(5, F32)],
-    ),
 ]
 ROWS = [
     (op, argument, exception, values)

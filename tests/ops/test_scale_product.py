@@ -116,15 +116,15 @@ def test_each_pair_of_rows():
 
 @pytest.mark.usefixtures("without_cublaslt")
 def test_terms_are_added_last():
-    """An accumulator and a bias are added to the scaled product, which may be flushed
-    before, as in `assert_same`.
+    """A bias is added to the scaled product, which may be flushed before, as in
+    `assert_same`.
     """
     a_inv, b_inv = SCALES[0]
     a, b = operands(a_inv, b_inv)
-    accumulator = np.full((M, N), 2.0**-110, F32)
-    got = ops.scaled_matmul(a, b, a_inv, b_inv, accumulator=accumulator, out_dtype=F32)
+    bias = np.full(N, 2.0**-110, F32)
+    got = ops.scaled_matmul(a, b, a_inv, b_inv, bias=bias, out_dtype=F32)
     product = oracle.rescaled(sums_of(a, b), a_inv, b_inv)
     flushed = np.where(np.abs(product) < 2.0**-126, F32(0), product)
     got = np.asarray(got)
-    assert np.all((got == product + accumulator) | (got == flushed + accumulator))
-    assert np.any(got != accumulator)
+    assert np.all((got == product + bias) | (got == flushed + bias))
+    assert np.any(got != bias)
