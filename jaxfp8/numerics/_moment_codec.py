@@ -93,22 +93,12 @@ def changes_and_span(codes, amax, exponent, blocks, axis):
     """
     before = decoded(codes, each_amax(amax, axis), each(exponent, axis))
     changed = _scaling.to_bits(before) ^ _scaling.to_bits(blocks)
-    if _tpu.is_target():
-        return _tpu.all_zero(changed, axis), *_tpu.span(blocks, axis)
-    # The numbers above the largest finite one and below the smallest normal one wrap
-    # around, as `span` says.
-    changed, top, bottom = lax.reduce(
-        (changed, *_from_inf_and_from_normal(blocks)),
-        (np.int32(0), *_FIRST),
-        lambda x, y: (x[0] | y[0], *_further(x[1:], y[1:])),
-        (blocks.ndim + axis,),
-    )
-    return changed == 0, *_to_span(top, bottom)
+    return span(blocks, axis, changed)
 
 
-def span(blocks, axis):
+def span(blocks, axis, *changed):
     """Return the largest and the smallest number of each block, by one reduction; 0 and
-    infinity of a block of zeros.
+    infinity of a block of zeros. Before them comes whether `changed` is 0 in the block.
 
     Unsigned bits of magnitudes sort like the magnitudes. Less the bits of Inf, finite
     numbers wrap around and are larger than Inf and NaN, which the max so skips; less
@@ -116,31 +106,23 @@ def span(blocks, axis):
     which the min so skips.
     """
     if _tpu.is_target():
-        return _tpu.span(blocks, axis)
-    return _to_span(
-        *lax.reduce(
-            _from_inf_and_from_normal(blocks), _FIRST, _further, (blocks.ndim + axis,)
-        )
-    )
-
-
-_FIRST = np.uint32(2**32 - 0x7F800000), _INF_BITS - _MIN_NORMAL_BITS
-
-
-def _from_inf_and_from_normal(blocks):
+        return *[_tpu.all_zero(x, axis) for x in changed], *_tpu.span(blocks, axis)
     bits = (_scaling.to_bits(blocks) & 0x7FFFFFFF).astype(jnp.uint32)
-    return bits - _INF_BITS, bits - _MIN_NORMAL_BITS
+    operands = *changed, bits - _INF_BITS, bits - _MIN_NORMAL_BITS
+    first = np.int32(0), np.uint32(2**32 - 0x7F800000), _INF_BITS - _MIN_NORMAL_BITS
+    *changed, top, bottom = lax.reduce(
+        operands, first[-len(operands) :], _further, (blocks.ndim + axis,)
+    )
+    top, bottom = top + _INF_BITS, bottom + _MIN_NORMAL_BITS
+    top = _magnitude(top.view(jnp.float32))
+    return *[x == 0 for x in changed], top, bottom.view(jnp.float32)
 
 
 def _further(x, y):
-    return jnp.maximum(x[0], y[0]), jnp.minimum(x[1], y[1])
-
-
-def _to_span(top, bottom):
-    top, bottom = (
-        x.view(jnp.float32) for x in (top + _INF_BITS, bottom + _MIN_NORMAL_BITS)
-    )
-    return _magnitude(top), bottom
+    *changed, x_top, x_bottom = x
+    *also_changed, y_top, y_bottom = y
+    changed = map(lax.bitwise_or, changed, also_changed)
+    return *changed, jnp.maximum(x_top, y_top), jnp.minimum(x_bottom, y_bottom)
 
 
 def encoded(blocks, top, bottom, keys, squared, axis):
