@@ -16,7 +16,6 @@ from ..numerics import FP8_DTYPES, decode, encode, is_saturated_or_flushed
 from . import _checks, _ffi, _shapes, _support
 from ._primitive import ONE, Op, dims
 
-_COUNTS = dims("whole_count", 1)  # a dimension that no mesh cuts
 # The custom call gives a sum for each run of this many rows (common/column_sums.h); XLA
 # adds the sums up.
 _SUMMED_ROWS = 128
@@ -352,45 +351,23 @@ def count_saturated_and_flushed(
         dtype: float8_e4m3fn or float8_e5m2.
 
     Returns:
-        f32[2], the numbers of saturated and of flushed elements, exact up to 2**24. A
-        device counts at most 2**32 elements.
+        f32[2], the numbers of saturated and of flushed elements, exact up to 2**24.
 
     Raises:
-        TypeError: x, scale or dtype has another dtype; or the op is differentiated.
+        TypeError: x, scale or dtype has another dtype.
         ValueError: scale has another shape.
     """
     op = "count_saturated_and_flushed"
-    x = _checks.high_precision(op, "x", x)
+    x = jnp.atleast_1d(_checks.high_precision(op, "x", x))
     scale = _checks.scale(op, "scale", scale)
     dtype = _checks.dtype(op, "dtype", dtype, FP8_DTYPES)
-    return _Count(dtype)(x, scale)[0]
-
-
-class _Count(Op):
-    name = "count_saturated_and_flushed"
-    dtype: np.dtype  # of the codes
-
-    def names(self, x, scale):
-        return [dims("x", x), ONE], [_COUNTS]
-
-    def sizes(self, *shapes):
-        return {_COUNTS[0]: 2}
-
-    def reference(self, x, scale):
-        masks = is_saturated_or_flushed(x, _shapes.stretch(scale, x), self.dtype)
-        # One reduction of both: for two XLA would write the product of every element to
-        # memory first.
-        counts = tuple(mask.astype(jnp.uint32) for mask in masks)
-        sums = lax.reduce(
-            counts,
-            (np.uint32(0),) * 2,
-            lambda a, b: tuple(map(lax.add, a, b)),
-            tuple(range(self.vmap_dims, x.ndim)),
-        )
-        return (jnp.stack(sums, axis=-1).astype(jnp.float32),)
-
-    def cpu(self, x, scale):
-        # This is not `reference` itself, though it computes the same: XLA would cut the
-        # reference on a mesh by itself, and add up the counts of all devices in 32
-        # bits, which hold the counts of one.
-        return self.reference(x, scale)
+    masks = is_saturated_or_flushed(x, _shapes.stretch(scale, x), dtype)
+    # Rows are counted in integers, which hold the counts of a row, and both counts by
+    # one reduction: for two XLA would write the product of every element to memory.
+    counts = lax.reduce(
+        tuple(mask.astype(jnp.uint32) for mask in masks),
+        (np.uint32(0),) * 2,
+        lambda a, b: tuple(map(lax.add, a, b)),
+        (x.ndim - 1,),
+    )
+    return jnp.stack([jnp.sum(count.astype(jnp.float32)) for count in counts])
