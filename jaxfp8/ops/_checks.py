@@ -132,39 +132,3 @@ def dtype(op, name, value, allowed):
         names = ", ".join(d.name for d in allowed)
         raise TypeError(f"{op}: {name}: expected one of {names}, got {result.name}")
     return result
-
-
-def product(op, a, b, batch, contracting):
-    """Check a product of a `[*batch, *m, *k]` and b `[*batch, *n, *k]`, and return
-    `(a, b, batch, m, n, k)`.
-
-    a and b are FP8 arrays; batch, m, n and k are tuples of sizes.
-
-    Args:
-        op: the op, for messages.
-        a, b: the operands.
-        batch: the number of leading dimensions that a and b share; None where m and n
-            are one dimension each.
-        contracting: the number of dimensions that k stands for.
-    """
-    # Where m and n are one dimension each, the rank of a tells how many dimensions are
-    # left for the batch.
-    a, is_matrix = fp8(op, "a", a), batch is None
-    batch = a.ndim - 1 - contracting if is_matrix else batch
-    a = rank(op, "a", a, 1 + contracting if is_matrix else batch + contracting)
-    b = fp8(op, "b", b)
-    leading, k = a.shape[:batch], a.shape[a.ndim - contracting :]
-    # The operands agree in front (batch) and at the end (k); m and n, in between, are
-    # free.
-    matches = (
-        b.ndim >= batch + contracting
-        and b.shape[:batch] + b.shape[b.ndim - contracting :] == leading + k
-    )
-    if not matches or (is_matrix and b.ndim != a.ndim):
-        needed = ", ".join(map(str, (*leading, "n", *k)))
-        raise ValueError(
-            f"{op}: b: expected [{needed}] to go with a{list(a.shape)}, got "
-            f"{b.shape}; both operands have the contracting dimension last"
-        )
-    m, n = (x.shape[batch : x.ndim - contracting] for x in (a, b))
-    return a, b, leading, m, n, k

@@ -204,14 +204,35 @@ class Product(Op):
 
 
 def checked_product(op, a, b, bias, batch, contracting, out_dtype, precise):
-    """Check the arguments that products share; see `_checks.product`.
+    """Check the arguments that products share: a `[*batch, *m, *k]`, b
+    `[*batch, *n, *k]`, and a bias `[*batch, *n]` or None.
+
+    Args:
+        op: the op, for messages.
+        batch: the number of leading dimensions that a and b share; None where m and n
+            are one dimension each.
+        contracting: the number of dimensions that k stands for.
 
     Returns:
-        `(a, b, (batch, m, n, k), biases, fields)`: the sizes, the bias in a list, which
-        is empty for None, and the fields of `Product`.
+        `(a, b, (batch, m, n, k), biases, fields)`: the sizes, each a tuple, the bias in
+        a list, which is empty for None, and the fields of `Product`.
     """
-    a, b, *sizes = _checks.product(op, a, b, batch, contracting)
-    leading, m, n, _ = sizes
+    # Where m and n are one dimension each, the rank of a tells how many dimensions are
+    # left for the batch.
+    a, is_matrix = _checks.fp8(op, "a", a), batch is None
+    batch = a.ndim - 1 - contracting if is_matrix else batch
+    a = _checks.rank(op, "a", a, 1 + contracting if is_matrix else batch + contracting)
+    b = _checks.fp8(op, "b", b)
+    leading, m, k = parts(a.shape, a.ndim - batch - contracting, contracting)
+    n = b.shape[batch : b.ndim - contracting]
+    # The operands agree in front (batch) and at the end (k); m and n, in between, are
+    # free.
+    if b.shape != (*leading, *n, *k) or (is_matrix and b.ndim != a.ndim):
+        needed = ", ".join(map(str, (*leading, "n", *k)))
+        raise ValueError(
+            f"{op}: b: expected [{needed}] to go with a{list(a.shape)}, got "
+            f"{b.shape}; both operands have the contracting dimension last"
+        )
     biases = []
     if bias is not None:
         bias = _checks.high_precision(op, "bias", bias)
@@ -219,12 +240,12 @@ def checked_product(op, a, b, bias, batch, contracting, out_dtype, precise):
     fields = {
         "out_dtype": _checks.dtype(op, "out_dtype", out_dtype, _checks.HIGH_PRECISION),
         "precise": _checks.flag(op, "precise", precise),
-        "batch": len(leading),
+        "batch": batch,
         "rows": len(m),
         "contracting": contracting,
         "has_bias": bias is not None,
     }
-    return a, b, sizes, biases, fields
+    return a, b, (leading, m, n, k), biases, fields
 
 
 def rescaled(sums, a_scale_inv, b_scale_inv, spread=spread):
