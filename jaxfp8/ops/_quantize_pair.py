@@ -25,19 +25,11 @@ def quantize_pair(x, second, scale, dtype, *, amax=None, with_amax=True):
         `dtype`; amax as from `quantize`.
 
     Raises:
-        TypeError: x, second, scale, amax or dtype has another dtype; or the op is
+        TypeError: x, scale, amax or dtype has another dtype; or the op is
             differentiated.
-        ValueError: x has less than two dimensions; second, scale or amax has another
-            shape.
+        ValueError: scale or amax has another shape.
     """
-    op = "quantize_pair"
-    x = _checks.rank(op, "x", _checks.high_precision(op, "x", x), 2)
-    second = _checks.shape(op, "second", _checks.array(op, "second", second), x.shape)
-    if second.dtype != x.dtype:
-        raise TypeError(
-            f"{op}: second: expected the dtype of x, {x.dtype}, got {second.dtype}; "
-            "cast it first"
-        )
+    x = _checks.high_precision("quantize_pair", "x", x)
     return _QuantizePair.quantize(
         x, scale, (second,), amax, dtype, with_amax=with_amax, cols=2
     )

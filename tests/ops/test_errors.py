@@ -26,7 +26,6 @@ GOOD = {
     "quantize": QUANTIZER,
     "quantize_transpose": QUANTIZER,
     "count_saturated_and_flushed": QUANTIZER,
-    "quantize_pair": QUANTIZER | {"second": X},
     "quantize_blocks": {"x": X, "dtype": E4M3, "block": (1, 32)},
     "quantize_blocks_transpose": {"x": X, "dtype": E4M3, "block": (1, 32)},
     "transpose_blocks": {
@@ -78,9 +77,7 @@ BAD = [
     (QUANTIZERS[:2], "amax", TYPE, SCALE_DTYPES[:-1]),
     (QUANTIZERS[:2], "amax", VALUE, SCALE_SHAPES),
     (["quantize_transpose"], "column_sums", TYPE, [1, None, np.ones(2, bool)]),
-    (["quantize_transpose", "quantize_pair"], "x", VALUE, [S, X[0]]),
-    (["quantize_pair"], "second", TYPE, [X.astype(BF16), X.astype(np.int32)]),
-    (["quantize_pair"], "second", VALUE, [X[0], X[:2]]),
+    (["quantize_transpose"], "x", VALUE, [S, X[0]]),
     (IN_BLOCKS, "x", VALUE, [{"rows": 2}]),
     (IN_BLOCKS, "block", VALUE, [32, (1, 0), (1, 2, 3), None]),
     (["transpose_blocks"], "scale_inv", TYPE, [np.ones((4, 1), BF16)]),
