@@ -459,10 +459,8 @@ class _SplitReading(OpOfCpus):
     count: int  # of the product's quantizers
 
     def names(self, reading):
-        batch = dims("batch", reading - 1)
-        pairs, numbers = [(*batch, f"{WHOLE}_pair")], [(*batch, *ONE)]
-        results = pairs * self.count + numbers * (self.count * (len(_PARTS) - 1))
-        return [(*batch, f"{WHOLE}_number")], results
+        numbers = [ONE] * (self.count * (len(_PARTS) - 1))
+        return [(f"{WHOLE}_number",)], [(f"{WHOLE}_pair",)] * self.count + numbers
 
     def sizes(self, reading):
         return {f"{WHOLE}_pair": 2}
@@ -484,9 +482,8 @@ class _JoinRecorded(OpOfCpus):
     in_loop: bool
 
     def names(self, *ranks):
-        batch, pairs = dims("batch", ranks[0] - 1), 2 * self.count
-        amaxes = [(*batch, f"{WHOLE}_pair")] * (len(ranks) - pairs)
-        return [(*batch, *ONE)] * pairs + amaxes, [(*batch, f"{WHOLE}_number")]
+        amaxes = [(f"{WHOLE}_pair",)] * (len(ranks) - 2 * self.count)
+        return [ONE] * (2 * self.count) + amaxes, [(f"{WHOLE}_number",)]
 
     def sizes(self, *shapes):
         return {f"{WHOLE}_number": READING_NUMBERS * self.count}
