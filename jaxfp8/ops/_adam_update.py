@@ -10,7 +10,7 @@ import numpy as np
 from .._jax import _compat
 from ..numerics._moment_codec import adam_step
 from . import _ffi
-from ._encode_moment import aligned_blocks, from_rows, moment_names, to_rows
+from ._encode_moment import from_rows, moment_names, to_rows
 from ._partition import WHOLE
 from ._primitive import OpOfUnits
 
@@ -123,9 +123,6 @@ class _AdamUpdate(OpOfUnits):
     def dtypes(self, *operands):
         moment = [x.dtype for x in operands[self.applies :][:3]]
         return [jnp.float32, *moment, *moment] * len(self.of_units)
-
-    def align(self, axes, sizes, mesh_shape):
-        return aligned_blocks(axes, sizes, mesh_shape, "leaf0_")
 
     def lower(self, platform, ctx, *operands, implementation):
         """Lower each leaf by itself on a mesh, which may cut each along other axes."""

@@ -11,7 +11,6 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..numerics import _tpu
 from . import _blocks, _checks, _shapes
-from ._primitive import ONE
 from ._scaled_matmul import ALIGNMENT, E5M2, call_cublaslt
 from ._shapes import Product, rescaled
 
@@ -141,9 +140,9 @@ class _BlockScaledMatmul(Product):
 
     def names(self, a, b, *_):
         leading, m, n, k = self.dimensions(b)
-        a_scales = ONE if self.a_block is None else (*leading, "a_rows", "a_cols")
-        b_scales = ONE if self.b_block is None else (*leading, "b_rows", "b_cols")
-        operands = [leading + m + k, leading + n + k, a_scales, b_scales]
+        operands = [leading + m + k, leading + n + k]
+        operands.append(_blocks.scale_names(leading, m, k, self.a_block))
+        operands.append(_blocks.scale_names(leading, n, k, self.b_block))
         return operands + [leading + n] * self.has_bias, [leading + m + n]
 
     def widened(self, dtype, x, scales, block):
@@ -279,18 +278,7 @@ class _BlockScaledMatmul(Product):
             f"{self.a_block} by {b_scale_inv.dtype} of {self.b_block})"
         )
 
-    def for_gpus(self, capabilities, *types):
-        """Return the op for GPUs of these compute capabilities."""
-        modes = self.modes(types[2:4])
+    def for_gpus(self, ctx, capabilities):
+        modes = self.modes(ctx.avals_in[2:4])
         as_mx = _blocks.runs_as_mx(modes, capabilities, self.power_2_scale)
         return dataclasses.replace(self, as_mx=as_mx)
-
-    def align(self, axes, sizes, mesh_shape):
-        (a_rows, a_cols) = self.a_block or (None, None)
-        (b_rows, b_cols) = self.b_block or (None, None)
-        followers = {
-            "m": {"a_rows": a_rows},
-            "n": {"b_rows": b_rows},
-            "k": {"a_cols": a_cols, "b_cols": b_cols},
-        }
-        return _blocks.aligned(axes, sizes, mesh_shape, followers)

@@ -23,7 +23,7 @@ from jax import lax
 
 from ..numerics import _scaling, fp8_max
 from . import _checks, _shapes
-from ._primitive import dims
+from ._partition import ONE, blocks_of
 
 E8M0 = np.dtype(jnp.float8_e8m0fnu)
 NAN_CODE = 255
@@ -75,6 +75,15 @@ def checked_scale(op, prefix, scale, block, leading, rows, cols):
         )
     needed = *leading, *count(block, math.prod(rows), math.prod(cols))
     return _checks.shape(op, name, scale, needed), block
+
+
+def scale_names(leading, rows, cols, block):
+    """Return the names of the dimensions of scales, given those of a matrix; without a
+    block it has one scale.
+    """
+    if block is None:
+        return ONE
+    return *leading, blocks_of(rows, block[0]), blocks_of(cols, block[1])
 
 
 def shape(block, m, n):
@@ -132,12 +141,6 @@ def scaled(values, scales, block, m, n):
     return values
 
 
-def e8m0(exponent, is_nan):
-    """Return the scales `2**exponent`, int32 in [-127, 127]; NaN where `is_nan`."""
-    codes = jnp.where(is_nan, NAN_CODE, exponent + _BIAS)
-    return codes.astype(jnp.uint8).view(E8M0)
-
-
 def power_of_two(exponent, is_nan):
     """Return f32 `2**exponent` for an exponent in [-126, 127]; NaN where `is_nan`."""
     bits = jnp.where(is_nan, 0x7FC00000, (exponent + _BIAS) << 23)
@@ -179,67 +182,30 @@ def e8m0_factors(scales, dtype):
     return [power_of_two(part, is_nan).astype(dtype) for part in parts]
 
 
-def f32_scales(amax, dtype, power_2_scale):
-    """Return `(scale, scale_inv)` of each block."""
-    numerator = _scaling.scale_numerator(fp8_max(dtype), 0)
-    scales = _scaling.amax_to_scale(amax, jnp.ones_like(amax), numerator)
-    return _scaling.floor_to_power_of_two(scales[0]) if power_2_scale else scales
+def scales_of(amax, dtype, scaling):
+    """Return `(scale, scale_inv)` of each block, as `quantize_blocks` says; `scaling`
+    is that of the op.
 
-
-def e8m0_scales(amax, dtype, rounding):
-    """Return `(scale, scale_inv)` of each block: f32 `2**-e`, and `2**e` as E8M0.
-
-    FP8_MAX is 1.75 times a power of two in both formats, so the exponent of
-    `amax / FP8_MAX`, rounded up, is the difference of their exponents, and one more
-    where the significand of amax is above 1.75. The exponent of a subnormal amax is
-    read as -127, which does not matter: e is -127 for every subnormal amax.
+    For E8M0 these are f32 `2**-e`, and `2**e`. FP8_MAX is 1.75 times a power of two in
+    both formats, so the exponent of `amax / FP8_MAX`, rounded up, is the difference of
+    their exponents, and one more where the significand of amax is above 1.75. The
+    exponent of a subnormal amax is read as -127, which does not matter: e is -127 for
+    every subnormal amax.
     """
+    if scaling.startswith("f32"):
+        numerator = _scaling.scale_numerator(fp8_max(dtype), 0)
+        scales = _scaling.amax_to_scale(amax, jnp.ones_like(amax), numerator)
+        is_power_2 = scaling == "f32_power_2"
+        return _scaling.floor_to_power_of_two(scales[0]) if is_power_2 else scales
     largest = np.float32(fp8_max(dtype)).view(np.int32)
     bits = amax.view(jnp.int32)
     exponent = (bits >> 23) - int(largest >> 23)
-    if rounding == "ceil":
+    if scaling == "e8m0_ceil":
         is_above = bits & _MANTISSA_BITS > int(largest & _MANTISSA_BITS)
         exponent = exponent + is_above.astype(jnp.int32)
     exponent, is_nan = jnp.maximum(exponent, -127), bits >= _EXPONENT_BITS
-    return power_of_two(-exponent, is_nan), e8m0(exponent, is_nan)
-
-
-def aligned(axes, sizes, mesh_shape, followers):
-    """Cut scales as their blocks are cut: the `align` of an `Op` with scales of blocks.
-
-    A matrix is cut over as many devices as have whole blocks: 28 blocks that come from
-    8 devices over 4 of them, in pairs that hold the same. Scales count merged
-    dimensions, so only the first dimension is cut.
-
-    Args:
-        axes, sizes, mesh_shape: by the names of dimensions and of mesh axes, as `align`
-            gets them.
-        followers: for each kind of dimensions of a matrix, such as "row" of "row0" and
-            "row1", the dimensions of scales that count its blocks, and the size of a
-            block; None means one block, which has no cut. An op may lack some.
-    """
-    # 1. Forget how the scales are cut: they follow the matrix.
-    counts = set().union(*followers.values())
-    axes = {name: entry for name, entry in axes.items() if name not in counts}
-    for kind, blocks in followers.items():
-        names = [name for name in dims(kind, len(sizes)) if name in sizes]
-        # 2. Find the most devices of which each has whole blocks; one device has them.
-        size = math.prod(sizes[name] for name in names)
-        entry = axes.get(names[0], ()) if names else ()
-        blocks = {name: b for name, b in blocks.items() if name in sizes and b}
-        while entry and not is_cut_into_whole(size, entry, mesh_shape, blocks):
-            entry = entry[:-1]
-        # 3. Cut the first dimension over these, and the scales with it.
-        axes = {name: entry for name, entry in axes.items() if name not in names}
-        if entry:
-            axes |= dict.fromkeys([*blocks, names[0]], entry)
-    return axes
-
-
-def is_cut_into_whole(size, entry, mesh_shape, blocks):
-    """Return whether each of these devices has whole blocks."""
-    shard = size // math.prod(mesh_shape[axis] for axis in entry)
-    return all(shard % b == 0 for b in blocks.values())
+    codes = jnp.where(is_nan, NAN_CODE, exponent + _BIAS)
+    return power_of_two(-exponent, is_nan), codes.astype(jnp.uint8).view(E8M0)
 
 
 # The layouts of cuBLASLt --------------------------------------------------------------

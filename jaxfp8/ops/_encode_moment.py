@@ -29,7 +29,8 @@ from ..numerics._moment_codec import (
     join,
     split,
 )
-from . import _blocks, _ffi
+from . import _ffi
+from ._partition import blocks_of
 from ._primitive import Op, dims
 
 # The number of elements that share an amax and an exponent.
@@ -95,35 +96,14 @@ def moment_names(rank, axis, leaf=""):
     """Return the names of the dimensions of elements, and those of blocks."""
     names = dims(f"{leaf}x", rank)
     before, after = names[: rank + axis], names[rank + axis + 1 :]
-    return (*before, f"{leaf}col0", *after), (*before, f"{leaf}blocks", *after)
+    cut = (f"{leaf}col0",)
+    blocks = (blocks_of(cut, MOMENT_BLOCK),)
+    return before + cut + after, before + blocks + after
 
 
-def aligned_blocks(axes, sizes, mesh_shape, leaf=""):
-    """Cut amaxes and exponents where the codes are cut, and these between blocks."""
-    blocks, column = f"{leaf}blocks", f"{leaf}col0"
-    # More operands count blocks than elements: a mesh axis that cuts both has been
-    # given to the blocks.
-    if blocks in axes and column not in axes:
-        axes = axes | {column: axes[blocks]}
-    return _blocks.aligned(
-        axes, sizes, mesh_shape, {f"{leaf}col": {blocks: MOMENT_BLOCK}}
-    )
-
-
-class _Moment(Op):
-    """An op of moments, with the axis that blocks cut, counted from the end."""
-
-    axis: int
-
-    def align(self, axes, sizes, mesh_shape):
-        """Cut amaxes and exponents where the codes are cut, and these between
-        blocks.
-        """
-        return aligned_blocks(axes, sizes, mesh_shape)
-
-
-class _DecodeMoment(_Moment):
+class _DecodeMoment(Op):
     name = "decode_moment"
+    axis: int  # that blocks cut, counted from the end
 
     def names(self, *ranks):
         elements, blocks = moment_names(ranks[0], self.axis)
@@ -144,8 +124,9 @@ class _DecodeMoment(_Moment):
     cuda = reference
 
 
-class _EncodeMoment(_Moment):
+class _EncodeMoment(Op):
     name = "encode_moment"
+    axis: int  # that blocks cut, counted from the end
     squared: bool
 
     def names(self, *ranks):

@@ -5,7 +5,8 @@ XLA knows nothing of a custom call and would gather its operands. `custom_partit
 tells it two things: which dimensions belong together (a Shardy rule, from their names),
 and the program of one device. A dimension that a result lacks was reduced: over its
 shards the results combine by max (amaxes) or by sum (products, sums of columns). A
-dimension whose name begins with `WHOLE` is never cut.
+dimension whose name begins with `WHOLE` is never cut; scales of blocks are cut where
+the blocks are.
 """
 
 import functools
@@ -13,7 +14,6 @@ import itertools
 import math
 from collections import Counter
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -33,6 +33,23 @@ from ..numerics import FP8_DTYPES
 WHOLE = "whole"
 # the dimensions of a scale or an amax: f32[1] for each index of the vmapped dimensions
 ONE = ("one",)
+_BLOCKS_OF = "_blocks_of_"
+
+
+@functools.cache
+def dims(name, count):
+    """Return the names of `count` dimensions."""
+    return tuple([f"{name}{i}" for i in range(count)])
+
+
+def blocks_of(names, size):
+    """Return the name of a dimension that counts blocks of a size along these merged
+    dimensions, of one kind; None means one block.
+    """
+    if size == 1 and len(names) == 1:
+        return names[0]
+    first = names[0] if names else "none0"
+    return f"{first}{_BLOCKS_OF}{size or 0}"
 
 
 def lower_partitioned(op, run, implementation, as_bytes, ctx, operands):
@@ -51,8 +68,7 @@ def lower_partitioned(op, run, implementation, as_bytes, ctx, operands):
     # dimension.
     abstract_mesh = ctx.module_context.axis_context.abstract_mesh
     plain, results = map(_compat.without_mesh, (ctx.avals_in, ctx.avals_out))
-    sizes = [size for aval in (*plain, *results) for size in aval.shape]
-    names, mesh = op.all_names(plain), _split(abstract_mesh, sizes)
+    names, mesh = op.all_names(plain), _split(abstract_mesh)
     has_whole = op.on_shards is not None
 
     def uncut(names, aval, value):
@@ -66,8 +82,8 @@ def lower_partitioned(op, run, implementation, as_bytes, ctx, operands):
         return _uncut(ctx, is_whole, aval, value)
 
     operands = list(map(uncut, names[0], plain, operands))
-    dtypes = [aval.dtype for aval in plain]
     raw = _as_bytes if as_bytes else lambda x: x
+    dtypes = [[aval.dtype for aval in avals] for avals in (plain, results)]
     partitioned = functools.partial(
         _partitioned, op, run, implementation, dtypes, names, raw
     )
@@ -92,26 +108,19 @@ def combine_of(names):
     return lax.pmax if names[-1:] == ONE else lax.psum
 
 
-def _split(mesh, sizes):
+def _split(mesh):
     """Return a mesh of the same devices in the same order, whose axes have prime sizes.
 
     XLA may cut a dimension over a part of an axis, which no PartitionSpec of the mesh
     itself can say: 12 heads over 4 of 8 devices. These are the first devices of the
-    axis, as many as divide the dimension. So an axis of 6 is 2 by 3 if more of `sizes`,
-    those of all dimensions, can be cut over 2 but not 6 devices than over 3 but not 6.
+    axis, as many as divide the dimension.
     """
     parts = []
     for axis in mesh.axis_sizes:
-        divided = [math.gcd(size, axis) for size in set(sizes) if size % axis]
-        before = 1
-        while before < axis:
-            best = 0, 0
-            for p in range(2, axis + 1):
-                if axis // before % p == 0 and all(p % q for q in range(2, p)):
-                    count = sum(devices % (before * p) == 0 for devices in divided)
-                    best = max(best, (count, p))
-            parts.append(best[1])
-            before *= best[1]
+        for p in range(2, axis + 1):
+            while axis % p == 0:
+                parts.append(p)
+                axis //= p
     return AbstractMesh(tuple(parts), tuple(f"part{i}" for i in range(len(parts))))
 
 
@@ -119,7 +128,7 @@ def _names_cuts(mesh, split_mesh, size):
     """Return whether a mesh from `_split` names each cut of a dimension of this size
     over an axis of `mesh`.
 
-    An axis of 6 as 3 by 2 names cuts over 3 and over 6 devices, and none over 2.
+    An axis of 6 as 2 by 3 names cuts over 2 and over 6 devices, and none over 3.
     """
     parts = iter(split_mesh.axis_sizes)
     for axis in mesh.axis_sizes:
@@ -154,12 +163,13 @@ def _partitioned(op, run, implementation, dtypes, names, raw, *operands):
     chooses.
     """
     operand_names, result_names = names
+    operand_dtypes, result_dtypes = dtypes
     second_layouts = op.second_layouts()
     count = len(operand_names) - len(second_layouts)
     combines = list(map(combine_of, result_names))
 
     def typed(*operands):
-        first = map(lax.bitcast_convert_type, operands[:count], dtypes)
+        first = map(lax.bitcast_convert_type, operands[:count], operand_dtypes)
         return run(*first, *operands[count:])
 
     def untyped(*operands):
@@ -171,7 +181,7 @@ def _partitioned(op, run, implementation, dtypes, names, raw, *operands):
         tensors = *operands[:count], *results
         names = operand_names[:count] + result_names
         axes, sizes = _assign(mesh, list(zip(tensors, names, strict=True)))
-        axes = op.align(axes, sizes, mesh.shape)
+        axes = _whole_blocks(mesh, axes, sizes)
         # 2. Gather one layout, for all products that read the tensor; transpose it
         #    locally to get the first.
         gathered = {}
@@ -229,11 +239,8 @@ def _partitioned(op, run, implementation, dtypes, names, raw, *operands):
         reduction_factors=tuple(name for name in factors if name not in kept),
         need_replication_factors=uncut,
     )
-    # Results leave as bytes too, so their dtypes are read from the op on typed
-    # operands.
-    out_dtypes = [x.dtype for x in jax.eval_shape(typed, *operands[:count])]
     results = on_all_devices(*map(raw, operands))
-    return list(map(lax.bitcast_convert_type, results, out_dtypes))
+    return list(map(lax.bitcast_convert_type, results, result_dtypes))
 
 
 def _cut(mesh, axes, name):
@@ -274,12 +281,13 @@ def _assign(mesh, tensors):
         mesh: the mesh.
         tensors: `(x, names)` of each operand, then of each result.
     """
-    # 1. Let every tensor vote for the axes that it has.
+    # 1. Let every tensor vote for the axes that it has. Scales follow their blocks.
     votes, sizes = Counter(), {}
     for x, names in tensors:
         sizes.update(zip(names, x.shape, strict=True))
         for entry, name in zip(x.sharding.spec, names, strict=False):
-            if entry is not None and not name.startswith(WHOLE):
+            follows = name.startswith(WHOLE) or _BLOCKS_OF in name
+            if entry is not None and not follows:
                 votes[name, axes_of(entry)] += 1
     # 2. Serve the dimensions by their votes, and in the order of `tensors` where votes
     #    are equal.
@@ -291,6 +299,37 @@ def _assign(mesh, tensors):
             axes[name] = entry
             used |= set(entry)
     return axes, sizes
+
+
+def _whole_blocks(mesh, axes, sizes):
+    """Return the mesh axes of each dimension such that blocks stay whole, and their
+    scales are cut as they are.
+
+    A matrix is cut over as many devices as have whole blocks: 28 blocks that come from
+    8 devices over 4 of them, in pairs that hold the same. Scales count merged
+    dimensions, so only the first dimension is cut.
+    """
+    # 1. Find the scales that count blocks of each kind of dimensions.
+    scales = {}
+    for name in sizes:
+        first, _, block = name.partition(_BLOCKS_OF)
+        if int(block or 0):
+            scales.setdefault(first, {})[name] = int(block)
+    for first, blocks in scales.items():
+        # 2. Find the most devices of which each has whole blocks; one device has them.
+        names = [name for name in dims(first[:-1], len(sizes)) if name in sizes]
+        size, entry = math.prod(map(sizes.get, names)), axes.get(first, ())
+        while entry and not _are_whole(blocks, size // _shards(mesh, entry)):
+            entry = entry[:-1]
+        # 3. Cut the first dimension over these, and the scales with it.
+        axes = {name: entry for name, entry in axes.items() if name not in names}
+        if entry:
+            axes |= dict.fromkeys([*blocks, first], entry)
+    return axes
+
+
+def _are_whole(blocks, shard):
+    return all(shard % block == 0 for block in blocks.values())
 
 
 def _reduced_over(mesh, axes, names, combine):

@@ -25,17 +25,11 @@ from .._jax import _batching, _compat, _mesh
 from .._jax._primitives import compiled, not_differentiable
 from ..numerics import _tpu
 from . import _ffi, _support
-from ._partition import ONE as ONE, WHOLE, lower_partitioned
+from ._partition import ONE as ONE, WHOLE, dims, lower_partitioned
 
 PRIMITIVES = []
 # The first letters of the name of a history's dimension.
 SLOTS = f"{WHOLE}_slot"
-
-
-@functools.cache
-def dims(name, count):
-    """Return the names of `count` dimensions."""
-    return tuple([f"{name}{i}" for i in range(count)])
 
 
 def not_on(op, gpus, *types):
@@ -155,17 +149,11 @@ class Op:
         """
         return None
 
-    def for_gpus(self, capabilities, *types) -> "Op":
-        """Return the op whose `cuda` runs on GPUs of these compute capabilities."""
-        return self
-
-    def align(self, axes, sizes, mesh_shape) -> dict:
-        """Change the mesh axes of each dimension, `axes`, for an op that some cuts
-        would break.
-
-        All arguments are by the names of dimensions and of mesh axes.
+    def for_gpus(self, ctx, capabilities) -> "Op":
+        """Return the op whose `cuda` runs in the program of a lowering rule, for GPUs
+        of these compute capabilities.
         """
-        return axes
+        return self
 
     # The rules of all ops -------------------------------------------------------------
 
@@ -275,7 +263,7 @@ class Op:
         if lacks is None:
             op = self
             if platform == "cuda":
-                op = self.for_gpus(_support.capabilities(gpus), *ctx.avals_in)
+                op = self.for_gpus(ctx, _support.capabilities(gpus))
             return op.method(platform)
         if implementation == "ffi":
             raise RuntimeError(

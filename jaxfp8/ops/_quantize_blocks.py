@@ -116,10 +116,6 @@ def quantize_blocks_transpose(
     return _QuantizeBlocksTranspose.quantize(x, *options)
 
 
-# The numbers of blocks of a matrix, and of its transpose.
-_BLOCKS = "row_blocks", "col_blocks", "col_blocks_t", "row_blocks_t"
-
-
 class _OpOfBlocks(Op):
     """An op of a matrix, its transpose and their scales; the fields are the arguments
     of `quantize_blocks`.
@@ -133,41 +129,34 @@ class _OpOfBlocks(Op):
         """Return the names of the dimensions of codes, their scales, transposed codes
         and their scales.
         """
-        # The transpose has other names for the numbers of blocks, which differ unless
-        # blocks are square.
         leading = dims("batch", rank - self.rows - self.cols)
         row, col = dims("row", self.rows), dims("col", self.cols)
-        scales, scales_t = _BLOCKS[:2], _BLOCKS[2:]
-        sides = row + col, scales, col + row, scales_t
-        return [leading + side for side in sides]
+        scales = _blocks.scale_names(leading, row, col, self.block)
+        scales_t = _blocks.scale_names(leading, col, row, self.block)
+        return [leading + row + col, scales, leading + col + row, scales_t]
 
     def sizes(self, codes, *scales):
         m, n = _shapes.merged(codes[len(codes) - self.rows - self.cols :], self.rows)
+        _, scales, _, scales_t = self.layouts(len(codes))
         counts = _blocks.count(self.block, m, n) + _blocks.count(self.block, n, m)
-        return dict(zip(_BLOCKS, counts, strict=True))
-
-    def align(self, axes, sizes, mesh_shape):
-        """Cut the scales of each layout together with its blocks."""
-        down, across = self.block
-        followers = {
-            "row": {"row_blocks": down, "row_blocks_t": across},
-            "col": {"col_blocks": across, "col_blocks_t": down},
-        }
-        return _blocks.aligned(axes, sizes, mesh_shape, followers)
+        return dict(zip(scales[-2:] + scales_t[-2:], counts, strict=True))
 
 
 class _QuantizeBlocks(_OpOfBlocks):
     """Quantize blocks, without or with `transpose` also those of the transpose, by the
     same custom call.
+
+    Attributes:
+        dtype: the dtype of the codes.
+        scaling: "f32", "f32_power_2", "e8m0_ceil" or "e8m0_floor": the kind of the
+            scales, and how they are rounded.
     """
 
     name = "quantize_blocks"
     custom_call = "quantize_blocks_transpose"
     transpose = False
     dtype: np.dtype
-    scale: str
-    rounding: str
-    power_2_scale: bool
+    scaling: str
 
     @classmethod
     def quantize(cls, x, dtype, block, scale, rounding, power_2_scale, rows, cols):
@@ -189,20 +178,31 @@ class _QuantizeBlocks(_OpOfBlocks):
                 f'{name}: rounding: expected "ceil" for scale="f32", got {rounding!r}; '
                 'it goes with "e8m0"'
             )
+        scaling = "f32_power_2" if power_2_scale else "f32"
+        if scale == "e8m0":
+            scaling = f"e8m0_{rounding}"
         block = _blocks.checked(name, "block", block)
-        op = cls(block, int(rows), int(cols), dtype, scale, rounding, power_2_scale)
-        return tuple(op(x))
+        return tuple(cls(block, int(rows), int(cols), dtype, scaling)(x))
 
     def names(self, x):
         codes, *results = self.layouts(x)
         return [codes], [codes, *results[: 1 + 2 * self.transpose]]
 
     def dtypes(self, x):
-        scales = _blocks.E8M0 if self.scale == "e8m0" else jnp.float32
+        scales = jnp.float32 if self.scaling.startswith("f32") else _blocks.E8M0
         return [self.dtype, scales] * (1 + self.transpose)
 
     def reference(self, x):
-        return self.quantized(x, self.block)
+        data, scale_inv = self.quantized(x, self.block)
+        if not self.transpose:
+            return data, scale_inv
+        data_t, scale_inv_t = data, scale_inv
+        # Blocks of the transpose lie down the columns of x. Transpose codes and not x:
+        # they have half the bytes, or less.
+        if self.block[0] != self.block[1]:
+            data_t, scale_inv_t = self.quantized(x, self.block[::-1])
+        data_t = _shapes.transpose(data_t, self.rows, self.cols)
+        return data, scale_inv, data_t, scale_inv_t.mT
 
     def quantized(self, x, block):
         """Quantize blocks in jnp."""
@@ -213,10 +213,7 @@ class _QuantizeBlocks(_OpOfBlocks):
         # 1. Cut the matrix into blocks, and find a scale for each.
         blocks = _blocks.cut(matrix, block)
         amax = _scaling.abs_max(blocks, axis=(-3, -1))
-        if self.scale == "e8m0":
-            factor, scale_inv = _blocks.e8m0_scales(amax, self.dtype, self.rounding)
-        else:
-            factor, scale_inv = _blocks.f32_scales(amax, self.dtype, self.power_2_scale)
+        factor, scale_inv = _blocks.scales_of(amax, self.dtype, self.scaling)
         # 2. Quantize each block, and put the matrix together again. Move the codes as
         #    bytes: XLA's CPU compiler may move FP8 through float16, which changes the
         #    bits of NaNs.
@@ -227,43 +224,34 @@ class _QuantizeBlocks(_OpOfBlocks):
     def call(self, x, on_cpu):
         """Make the custom call."""
         # 1. Merge the dimensions to groups of matrices.
-        leading, block = x.ndim - self.rows - self.cols, self.block
-        groups, types = _shapes.merge(x, leading, self.rows), self.results(x)
-        g, m, n = groups.shape
-        sides = [(m, n), (n, m)][: 1 + self.transpose]
+        groups = _shapes.merge(x, x.ndim - self.rows - self.cols, self.rows)
+        (g, m, n), types, block = groups.shape, self.results(x), self.block
         # 2. CPUs take any block and order scales by block. GPUs take the blocks of
-        #    cuBLASLt, and order scales as it does.
+        #    cuBLASLt, order scales as it does, and have scratch for amaxes of lines.
         count, attribute = _blocks.count, np.int64([b or 0 for b in block])
         if not on_cpu:
             count, attribute = _blocks.stored_shape, _blocks.NAMES[block]
-        dtype, scaling = jnp.float32, "f32_power_2" if self.power_2_scale else "f32"
-        if self.scale == "e8m0":
-            dtype, scaling = jnp.uint8, f"e8m0_{self.rounding}"
-        # 3. Call. The results are (data, scale_inv) of each layout, on GPUs with
-        #    scratch for amaxes of lines between them.
+        scales = jnp.float32 if self.scaling.startswith("f32") else jnp.uint8
+        sides = [(m, n), (n, m)][: 1 + self.transpose]
         results, lines = [], 0
         for matrix in sides:
             results.append(((g, *matrix), self.dtype))
-            results.append(((g, *count(block, *matrix)), dtype))
+            results.append(((g, *count(block, *matrix)), scales))
             lines += matrix[0] * (None in block)
         if not on_cpu:
             results.insert(2, ((g, lines), jnp.float32))
+        # 3. Call, and order the scales by block. XLA cancels this with the product's
+        #    `to_stored`.
         outputs = _ffi.call(
-            self.custom_call, results, groups, block=attribute, scaling=scaling
+            self.custom_call, results, groups, block=attribute, scaling=self.scaling
         )
         if not on_cpu:
             outputs.pop(2)
-        # 4. Order the scales by block. XLA cancels this with the product's `to_stored`.
-        layouts = []
-        for i, matrix in enumerate(sides):
-            codes, scales = outputs[2 * i : 2 * i + 2]
-            if not on_cpu:
-                scales = _blocks.by_block(scales, block, *matrix)
-            if self.scale == "e8m0":
-                scales = scales.view(_blocks.E8M0)
-            layouts.append(codes.reshape(types[2 * i].shape))
-            layouts.append(scales.reshape(types[2 * i + 1].shape))
-        return layouts
+            for i, matrix in enumerate(sides):
+                scales = outputs[2 * i + 1]
+                outputs[2 * i + 1] = _blocks.by_block(scales, block, *matrix)
+        pairs = zip(outputs, types, strict=True)
+        return [x.view(of.dtype).reshape(of.shape) for x, of in pairs]
 
     def cpu(self, x):
         return self.call(x, True)
@@ -285,16 +273,6 @@ class _QuantizeBlocks(_OpOfBlocks):
 class _QuantizeBlocksTranspose(_QuantizeBlocks):
     name = "quantize_blocks_transpose"
     transpose = True
-
-    def reference(self, x):
-        rowwise = columnwise = self.quantized(x, self.block)
-        # Blocks of the transpose lie down the columns of x. Transpose codes and not x:
-        # they have half the bytes, or less.
-        if self.block[0] != self.block[1]:
-            columnwise = self.quantized(x, self.block[::-1])
-        data, scale_inv = columnwise
-        data = _shapes.transpose(data, self.rows, self.cols)
-        return *rowwise, data, scale_inv.mT
 
 
 def transpose_blocks(

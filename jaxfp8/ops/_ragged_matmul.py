@@ -12,7 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from . import _blocks, _ffi, _shapes
 from ._partition import WHOLE
-from ._primitive import ONE, Op
+from ._primitive import Op
 from ._quantize import widening_on_cpu
 from ._scaled_matmul import to_f32
 from ._shapes import rescaled
@@ -123,20 +123,6 @@ def _moved(x, shifts, axis):
     return jax.vmap(lambda x, shift: jnp.roll(x, shift, axis))(x, shifts)
 
 
-def _scales(operand, dims, block):
-    """Return the names of the dimensions of scales.
-
-    Scales of blocks of one row share the dimension of the rows. `_align`, and not XLA,
-    cuts other scales as it cuts their matrix.
-    """
-    if block is None:
-        return ONE
-    *leading, rows, _ = dims
-    if block[0] != 1:
-        rows = f"{WHOLE}_{operand}_rows"
-    return *leading, rows, f"{WHOLE}_{operand}_cols"
-
-
 class _RaggedMatmul(Op):
     """The operands are a, b, a_scale_inv, b_scale_inv, group_sizes, and b_t if
     `has_b_t`.
@@ -166,19 +152,19 @@ class _RaggedMatmul(Op):
             leading = a.shape[:vmap_dims]
         return (*leading, a.shape[-2], b.shape[-2])
 
-    def dims(self):
-        """Return the names of the dimensions of a and b."""
-        if self.by_rows:
-            return ("m0", "k0"), ("g0", "n0", "k0")
-        return ("p0", "m0"), ("n0", "m0")
-
     def names(self, *ranks):
-        a, b = self.dims()
+        m, n, group = ("m0",), ("n0",), ("g0",)
+        if self.by_rows:
+            rows, k, leading, out = m, ("k0",), group, m + n
+        else:
+            rows, k, leading = ("p0",), m, ()
+            out = group + rows + n
+        operands = [rows + k, leading + n + k]
+        operands.append(_blocks.scale_names((), rows, k, self.a_block))
+        operands.append(_blocks.scale_names(leading, n, k, self.b_block))
         # Where a group begins depends on the sizes of all before it.
-        groups = (f"{WHOLE}_g",)
-        scales = _scales("a", a, self.a_block), _scales("b", b, self.b_block)
-        operands = [a, b, *scales, groups] + [(*b[:-2], *b[:-3:-1])] * self.has_b_t
-        out = ("m0", "n0") if self.by_rows else ("g0", "p0", "n0")
+        operands.append((f"{WHOLE}_g",))
+        operands += [leading + k + n] * self.has_b_t
         return operands, [out]
 
     def sizes(self, *shapes):
@@ -282,15 +268,6 @@ class _RaggedMatmul(Op):
             elif self.has_blocks:
                 out = out[:, 1:]
         return (out.reshape(shape),)
-
-    def align(self, axes, sizes, mesh_shape):
-        followers, blocks = {}, (self.a_block, self.b_block)
-        for operand, dims, block in zip("ab", self.dims(), blocks, strict=True):
-            scales = _scales(operand, dims, block)
-            for i in (-2, -1) if block else ():
-                if scales[i].startswith(WHOLE):
-                    followers.setdefault(dims[i][0], {})[scales[i]] = block[i]
-        return _blocks.aligned(axes, sizes, mesh_shape, followers)
 
     def on_shards(self, operands, cut):
         """Give a device the sizes of its groups in its rows, and the row at which the

@@ -178,14 +178,11 @@ class _ScaledMatmul(Product):
     narrow_sums: bool = False
     by_halves: bool = False
 
-    def lower(self, platform, ctx, *operands, implementation):
+    def for_gpus(self, ctx, capabilities):
         # Devices of a mesh add one result; before JAX 0.12 XLA copies halves of b.
         is_one = _compat.devices_of(ctx) in _tpu.ONE_DEVICE
         by_halves = self.by_halves and is_one and _compat.gives_parts_in_place
-        op = dataclasses.replace(self, by_halves=by_halves)
-        return super(_ScaledMatmul, op).lower(
-            platform, ctx, *operands, implementation=implementation
-        )
+        return dataclasses.replace(self, by_halves=by_halves)
 
     def names(self, a, b, *rest):
         leading, m, n, k = self.dimensions(b)
