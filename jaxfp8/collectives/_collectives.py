@@ -86,10 +86,10 @@ def all_to_all(
         TypeError: x has another dtype; `recipe` is not a Recipe, or `state` not a
             DotGeneralState; or JAX takes a second derivative, or differentiates in
             forward mode.
-        ValueError: the `shard_map` has no axis `axis_name`; x has no dimension
-            `split_axis` or `concat_axis`; the state is missing, or has another shape or
-            history length; or the collective cuts or joins the last dimension, along
-            which elements share scales.
+        NameError: the `shard_map` has no axis `axis_name`.
+        ValueError: x has no dimension `split_axis` or `concat_axis`; the state is
+            missing, or has another shape or history length; or the collective cuts or
+            joins the last dimension, along which elements share scales.
     """
     op = "all_to_all"
     split_axis = _axis(op, "split_axis", split_axis, x)
@@ -124,7 +124,7 @@ def all_gather(
         A QTensor of the shape of y; see `all_to_all`.
 
     Raises:
-        TypeError, ValueError: see `all_to_all`.
+        NameError, TypeError, ValueError: see `all_to_all`.
     """
     axis = _axis("all_gather", "axis", axis, x, more=0 if tiled else 1)
     return transfer(AllGather(_names(axis_name), (axis,), tiled), x, recipe, state)
@@ -196,12 +196,6 @@ def transfer(collective, x, recipe, state, part=None) -> QTensor:
     x = _checks.rank(
         collective.name, "x", _checks.high_precision(collective.name, "x", x), 1
     )
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    if not set(collective.axis_names) <= set(manual):
-        raise ValueError(
-            f"{collective.name}: axis_name: expected mesh axes of the shard_map "
-            f"around the call, which has {manual}, got {collective.axis_names}"
-        )
     if recipe is None:
         recipe, state = HighPrecision(pipeline_axes=()), None
     quantizers, state = checked_quantizers(collective.name, recipe, state)

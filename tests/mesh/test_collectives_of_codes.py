@@ -251,9 +251,7 @@ ERRORS = {
     "all_to_all: split_axis: axis 2 is out of bounds": lambda x: collectives.all_to_all(
         x, "e", 2, 0, recipe=BLOCK
     ),
-    r"all_gather: axis_name: .*\('e',\), got \('d',\)": lambda x: (
-        collectives.all_gather(x, "d", recipe=BLOCK)
-    ),
+    "unbound axis name: d": lambda x: collectives.all_gather(x, "d", recipe=BLOCK),
     "all_to_all: state: DelayedScaling keeps state": lambda x: moved_rows(
         x, jaxfp8.DelayedScaling(), None
     ),
@@ -267,7 +265,7 @@ ERRORS = {
 def test_errors(message):
     x = jnp.ones((64, 256), jnp.bfloat16)
     send = ERRORS[message]
-    with pytest.raises((TypeError, ValueError), match=message):
+    with pytest.raises((NameError, TypeError, ValueError), match=message):
         jax.shard_map(
             lambda x: send(x).data, mesh=cases.mesh(), in_specs=P("e"), out_specs=P("e")
         )(x)
