@@ -188,7 +188,7 @@ class Target(NamedTuple):
         name = eqn.primitive.name.removeprefix("jaxfp8_")
         types = [var.aval for var in eqn.invars]
         op = eqn.params.get("op")
-        implementation = eqn.params.get("implementation", "xla")
+        implementation = getattr(op, "implementation", "xla")
         # 1. Ask the platform: it may have no FP8 GEMM at all, GPUs without FP8, or no
         #    cuBLASLt.
         if self.lacks:

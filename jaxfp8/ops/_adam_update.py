@@ -1,6 +1,5 @@
 """adam_update: a whole step of Adam on moments in FP8, for many leaves at once."""
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -124,17 +123,16 @@ class _AdamUpdate(OpOfUnits):
         moment = [x.dtype for x in operands[self.applies :][:3]]
         return [jnp.float32, *moment, *moment] * len(self.of_units)
 
-    def lower(self, platform, ctx, *operands, implementation):
+    def lower(self, platform, ctx, *operands):
         """Lower each leaf by itself on a mesh, which may cut each along other axes."""
-        lower = functools.partial(OpOfUnits.lower, implementation=implementation)
         if _compat.devices_of(ctx) != "mesh" or len(self.of_units) == 1:
-            return lower(self, platform, ctx, *operands)
+            return super().lower(platform, ctx, *operands)
         results = []
         types_in = _batched(ctx.avals_in, self.operands)
         types_out = _batched(ctx.avals_out, _ADAM_RESULTS)
         for i, leaf in enumerate(_batched(operands, self.operands)):
             of_leaf = ctx.replace(avals_in=types_in[i], avals_out=types_out[i])
-            results += lower(self.of_some([i]), platform, of_leaf, *leaf)
+            results += self.of_some([i]).lower(platform, of_leaf, *leaf)
         return results
 
     def reference(self, *operands):

@@ -49,9 +49,6 @@ class _Amax(Op):
             return self.reference(x)
         return (_tpu.abs_max_by_parts(x).reshape(1),)
 
-    def cpu(self, x):
-        return self.call_on_groups(x)
-
 
 def amax_to_scale(amax, stored, *, fp8_max, margin=0.0):
     """Compute the scale that maps `amax` to `fp8_max / 2**margin`, and its inverse.
@@ -94,8 +91,8 @@ class _AmaxToScale(Op):
     def reference(self, amax, stored):
         return _scaling.amax_to_scale(amax, stored, self.numerator)
 
-    def cpu(self, amax, stored):
-        return self.call_on_groups(amax, stored, numerator=self.numerator)
+    def attributes(self):
+        return {"numerator": self.numerator}
 
 
 class DelayedScale(NamedTuple):
@@ -187,9 +184,6 @@ class _DelayedScales(OpOfUnits):
             results.append((*scales, jnp.zeros_like(amax)))
         return [part for parts in zip(*results, strict=True) for part in parts]
 
-    def cpu(self, *operands):
-        return self.call_on_groups(
-            *operands,
-            numerators=np.array(self.of_units, np.float32),
-            most_recent=self.most_recent,
-        )
+    def attributes(self):
+        numerators = np.array(self.of_units, np.float32)
+        return {"numerators": numerators, "most_recent": self.most_recent}

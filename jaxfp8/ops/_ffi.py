@@ -11,14 +11,13 @@ its own, one for each version of CUDA.
 
 import importlib.metadata
 import importlib.util
+import itertools
 import logging
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 # Versions of custom calls, by the platforms that have a handler. A version goes up when
 # the handler's contract changes.
@@ -269,10 +268,7 @@ def call(op, results, *operands, aliases=None, **attributes):
         **attributes: Python bools and strings, NumPy scalars or arrays of one
             dimension, whose dtypes handlers check.
     """
-    types = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in results]
-    for name, value in attributes.items():
-        if isinstance(value, bool):
-            attributes[name] = np.bool_(value)
+    types = list(itertools.starmap(jax.ShapeDtypeStruct, results))
     function = jax.ffi.ffi_call(target_name(op), types, input_output_aliases=aliases)
     return function(*operands, **attributes)
 

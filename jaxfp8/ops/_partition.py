@@ -52,13 +52,12 @@ def blocks_of(names, size):
     return f"{first}{_BLOCKS_OF}{size or 0}"
 
 
-def lower_partitioned(op, run, implementation, as_bytes, ctx, operands):
+def lower_partitioned(op, run, as_bytes, ctx, operands):
     """Lower an op for all devices of a mesh.
 
     Args:
         op: the op.
         run: the program of the op on the operands of one device.
-        implementation: that which the program was traced with.
         as_bytes: whether FP8 goes in and out as uint8, because XLA's CPU compiler would
             gather FP8 as float16. With other compilers FP8 stays FP8, and XLA gathers a
             tensor once for several ops.
@@ -76,7 +75,7 @@ def lower_partitioned(op, run, implementation, as_bytes, ctx, operands):
         # mesh axis cannot say the cut.
         is_whole = [
             (has_whole and name.startswith(WHOLE))
-            or not _names_cuts(abstract_mesh, mesh, size)
+            or not _names_cuts(abstract_mesh, size)
             for name, size in zip(names, aval.shape, strict=True)
         ]
         return _uncut(ctx, is_whole, aval, value)
@@ -84,9 +83,7 @@ def lower_partitioned(op, run, implementation, as_bytes, ctx, operands):
     operands = list(map(uncut, names[0], plain, operands))
     raw = _as_bytes if as_bytes else lambda x: x
     dtypes = [[aval.dtype for aval in avals] for avals in (plain, results)]
-    partitioned = functools.partial(
-        _partitioned, op, run, implementation, dtypes, names, raw
-    )
+    partitioned = functools.partial(_partitioned, op, run, dtypes, names, raw)
     values = _lower_untyped(_compat.with_mesh(ctx, mesh), partitioned, plain, operands)
     return list(map(uncut, names[1], results, values))
 
@@ -115,27 +112,29 @@ def _split(mesh):
     itself can say: 12 heads over 4 of 8 devices. These are the first devices of the
     axis, as many as divide the dimension.
     """
-    parts = []
-    for axis in mesh.axis_sizes:
-        for p in range(2, axis + 1):
-            while axis % p == 0:
-                parts.append(p)
-                axis //= p
-    return AbstractMesh(tuple(parts), tuple(f"part{i}" for i in range(len(parts))))
+    parts = tuple(itertools.chain.from_iterable(map(_primes, mesh.axis_sizes)))
+    return AbstractMesh(parts, tuple(f"part{i}" for i in range(len(parts))))
 
 
-def _names_cuts(mesh, split_mesh, size):
-    """Return whether a mesh from `_split` names each cut of a dimension of this size
+def _primes(number):
+    """Return the prime factors of a number, the smallest first."""
+    primes = []
+    for p in range(2, number + 1):
+        while number % p == 0:
+            primes.append(p)
+            number //= p
+    return primes
+
+
+def _names_cuts(mesh, size):
+    """Return whether the mesh of `_split` names each cut of a dimension of this size
     over an axis of `mesh`.
 
     An axis of 6 as 2 by 3 names cuts over 2 and over 6 devices, and none over 3.
     """
-    parts = iter(split_mesh.axis_sizes)
     for axis in mesh.axis_sizes:
-        named = {1}
-        while max(named) < axis:
-            named.add(max(named) * next(parts))
-        if math.gcd(size, axis) not in named:
+        cut = _primes(math.gcd(size, axis))
+        if _primes(axis)[: len(cut)] != cut:
             return False
     return True
 
@@ -158,7 +157,7 @@ def _uncut(ctx, is_whole, aval, value):
     return _lower_untyped(ctx, constrained, [aval], [value])[0]
 
 
-def _partitioned(op, run, implementation, dtypes, names, raw, *operands):
+def _partitioned(op, run, dtypes, names, raw, *operands):
     """Run the program of one device on shards of the operands, whatever shards XLA
     chooses.
     """
@@ -199,7 +198,7 @@ def _partitioned(op, run, implementation, dtypes, names, raw, *operands):
             with use_abstract_mesh(_with_axes(mesh, AxisType.Manual)):
                 for i, j in gathered.items():
                     order = [operand_names[j].index(name) for name in operand_names[i]]
-                    shards[i] = op.turned(shards[j], order, implementation)
+                    shards[i] = op.turned(shards[j], order)
                 # Where the first result is a sum over devices, one device adds the bias
                 # to its part of it.
                 for i in op.added():

@@ -49,6 +49,7 @@ class Op:
 
     Attributes:
         vmap_dims: the number of vmapped dimensions.
+        implementation: the argument of the `implementation` around the call, or None.
         name: the op's name in messages and programs.
         custom_call: the custom call that `cpu` and `cuda` make; None for that of
             `name`.
@@ -60,12 +61,12 @@ class Op:
             device's program may take more operands. `cut(name)` returns the index of
             the device's shard of a dimension, and the number of shards. XLA does not
             cut the reference of such an op.
-        turned: `(second, order, implementation) -> first`: the first layout of a tensor
-            on one device, `jnp.transpose(second, order)`, for an op with second
-            layouts.
+        turned: `(second, order) -> first`: the first layout of a tensor on one device,
+            `jnp.transpose(second, order)`, for an op with second layouts.
     """
 
     vmap_dims: int = dataclasses.field(default=0, kw_only=True)
+    implementation: str | None = dataclasses.field(default=None, kw_only=True)
     name = None
     custom_call = None
     by_xla = None
@@ -87,9 +88,13 @@ class Op:
         """Compute the results in jnp."""
         raise NotImplementedError
 
+    def attributes(self) -> dict:
+        """Return the attributes of the custom call that `cpu` makes by default."""
+        return {}
+
     def cpu(self, *operands) -> Sequence:
-        """Compute the results on a CPU."""
-        raise NotImplementedError
+        """Compute the results on a CPU, by default with a custom call."""
+        return self.call_on_groups(*operands)
 
     def cuda(self, *operands) -> Sequence:
         """Compute the results on NVIDIA GPUs, by default with the custom call of
@@ -113,11 +118,9 @@ class Op:
         """
         return {}
 
-    def batch_first(self, run, operands, batch_dims) -> tuple | None:
+    def batch_first(self, operands, batch_dims) -> tuple | None:
         """Batch by a rule of the op's own, to `(results, dims)`; None where the rule of
         all ops applies.
-
-        `run(*operands, op=...)` binds an op.
         """
         return None
 
@@ -179,10 +182,13 @@ class Op:
         PRIMITIVES.append(primitive)
 
     def __call__(self, *operands):
+        """Bind the primitive for the implementation that is selected."""
+        op = dataclasses.replace(self, implementation=_support.selected())
+        return op.bind(*operands)
+
+    def bind(self, *operands):
         """Bind the primitive."""
-        return self.primitive.bind(
-            *operands, op=self, implementation=_support.selected()
-        )
+        return self.primitive.bind(*operands, op=self)
 
     def all_names(self, operands):
         """Return `names` with the vmapped dimensions, which lead in every operand and
@@ -193,16 +199,16 @@ class Op:
         operand_names = [(*leading, *names) for names in before]
         return operand_names, [(*leading, *names) for names in after]
 
-    def lower(self, platform, ctx, *operands, implementation):
+    def lower(self, platform, ctx, *operands):
         """Lower to the implementation that runs on a platform; None is one without a
         native library.
         """
         # The names and the reference are those of `self`: `for_gpus` changes how a
         # kernel runs, and not the op's results.
-        program, in_jnp = self.choose(platform, ctx, implementation), "reference"
+        program, in_jnp = self.choose(platform, ctx), "reference"
         devices, tpus = _compat.devices_of(ctx), None
-        is_for_tpu = platform == "tpu" and implementation != "reference"
-        if is_for_tpu or implementation == "tpu":
+        is_for_tpu = platform == "tpu" and self.implementation != "reference"
+        if is_for_tpu or self.implementation == "tpu":
             # JAX registers no custom partitioning for TPUs
             if devices == "mesh" and self.on_shards is not None:
                 raise NotImplementedError(
@@ -221,9 +227,7 @@ class Op:
         with _tpu.devices(tpus):
             if devices == "mesh" and (is_custom or self.on_shards is not None):
                 as_bytes = platform == "cpu"
-                return lower_partitioned(
-                    self, program, implementation, as_bytes, ctx, operands
-                )
+                return lower_partitioned(self, program, as_bytes, ctx, operands)
             # On one device, and in jnp code that XLA cuts, nothing chooses between
             # layouts: leave out the second layouts.
             count = len(operands) - len(self.second_layouts())
@@ -232,9 +236,9 @@ class Op:
 
     def results(self, *operands):
         """Return the types of the results of these arrays."""
-        return _abstract(*map(jax.typeof, operands), op=self, implementation=None)
+        return _abstract(*map(jax.typeof, operands), op=self)
 
-    def call_on_groups(self, *operands, aliases=None, **attributes):
+    def call_on_groups(self, *operands, aliases=None):
         """Make the custom call of an op whose arrays are all `[*batch, *n]`.
 
         It takes and returns groups `[g, n]`; `[g]` where each has one number, and `[H]`
@@ -244,6 +248,7 @@ class Op:
         before, after = self.all_names(operands)
         results = [(shape, x.dtype) for shape, x in _in_groups(types, after)]
         flat = [x.reshape(shape) for shape, x in _in_groups(operands, before)]
+        attributes = self.attributes()
         outputs = _ffi.call(self.name, results, *flat, aliases=aliases, **attributes)
         return [out.reshape(x.shape) for out, x in zip(outputs, types, strict=True)]
 
@@ -251,12 +256,12 @@ class Op:
         """Return a method with the op as its argument: equal ops have equal ones."""
         return functools.partial(getattr(type(self), name), self)
 
-    def choose(self, platform, ctx, implementation):
+    def choose(self, platform, ctx):
         """Return the implementation that runs."""
-        if implementation == "xla" and self.by_xla is not None:
+        if self.implementation == "xla" and self.by_xla is not None:
             return self.method("by_xla")
         # In an op without `by_xla` the implementation "xla" is the reference.
-        if implementation not in (None, "ffi"):
+        if self.implementation not in (None, "ffi"):
             return self.method("reference")
         gpus = _support.gpus(ctx) if platform == "cuda" else []
         lacks = self.lacks(platform, gpus, ctx.avals_in)
@@ -265,7 +270,7 @@ class Op:
             if platform == "cuda":
                 op = self.for_gpus(ctx, _support.capabilities(gpus))
             return op.method(platform)
-        if implementation == "ffi":
+        if self.implementation == "ffi":
             raise RuntimeError(
                 f'jaxfp8.ops.{self.name}: implementation("ffi"): {lacks.reason}'
             )
@@ -305,7 +310,7 @@ def _in_groups(arrays, names):
         yield shape, x
 
 
-def _abstract(*operands, op, implementation):
+def _abstract(*operands, op):
     """Return the types of the results."""
     operand_names, result_names = op.all_names(operands)
     # A result has the size and the mesh axes of each dimension that an operand has too;
@@ -315,12 +320,11 @@ def _abstract(*operands, op, implementation):
     return _mesh.types(operands, operand_names, result_names, dtypes, new)
 
 
-def _batch(operands, batch_dims, *, op, implementation):
+def _batch(operands, batch_dims, *, op):
     """Batch an op."""
-    run = functools.partial(op.primitive.bind, implementation=implementation)
     # 1. Try the op's own rule: it may make one larger product of a batch, without a
     #    vmapped dimension.
-    results = op.batch_first(run, operands, batch_dims)
+    results = op.batch_first(operands, batch_dims)
     if results is not None:
         return results
     # 2. Move the batch dimension of every operand to the front; repeat an operand that
@@ -333,7 +337,7 @@ def _batch(operands, batch_dims, *, op, implementation):
     # 3. Bind the same op with one vmapped dimension more, which every result has in
     #    front.
     vmapped = dataclasses.replace(op, vmap_dims=op.vmap_dims + 1)
-    outputs = run(*operands, op=vmapped)
+    outputs = vmapped.bind(*operands)
     return outputs, [0] * len(outputs)
 
 
@@ -345,8 +349,8 @@ def _jitted(method, op):
     return jax.jit(functools.partial(method, op))
 
 
-def _lower(platform, ctx, *operands, op, implementation):
-    return op.lower(platform, ctx, *operands, implementation=implementation)
+def _lower(platform, ctx, *operands, op):
+    return op.lower(platform, ctx, *operands)
 
 
 class OpOfCpus(Op):
@@ -357,9 +361,6 @@ class OpOfCpus(Op):
 
     def on_one_device_only(self):
         return True
-
-    def cpu(self, *operands):
-        return self.call_on_groups(*operands)
 
     def cuda(self, *operands):
         return self.reference(*operands)
@@ -384,7 +385,7 @@ class OpOfUnits(Op):
         chosen = tuple([self.of_units[i] for i in indices])
         return dataclasses.replace(self, of_units=chosen)
 
-    def batch_first(self, run, operands, batch_dims):
+    def batch_first(self, operands, batch_dims):
         """Make one call for the batched units and one for the rest, whose state stays
         one state.
         """
@@ -400,7 +401,7 @@ class OpOfUnits(Op):
         results, result_dims = [None] * len(outs), [None] * len(outs)
         for chosen in rest, batched:
             places = [i for i, unit in enumerate(ins) if unit in chosen]
-            call = functools.partial(run, op=self.of_some(sorted(chosen)))
+            call = self.of_some(sorted(chosen)).bind
             if chosen is batched:
                 call = jax.vmap(call, in_axes=tuple(batch_dims[i] for i in places))
             outputs = iter(call(*(operands[i] for i in places)))

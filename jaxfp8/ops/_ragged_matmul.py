@@ -176,7 +176,7 @@ class _RaggedMatmul(Op):
     def second_layouts(self):
         return {1: 5} if self.has_b_t else {}
 
-    turned = staticmethod(turned_codes)
+    turned = turned_codes
 
     def reference(
         self,

@@ -9,12 +9,10 @@ its state by `delayed_scales`, and writes it by the same `write_histories`.
 """
 
 import itertools
-from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import ArrayLike
 
 from ..numerics import E4M3, _scaling
 from . import _ffi, _support
@@ -23,8 +21,6 @@ from ._partition import WHOLE
 from ._primitive import ONE, SLOTS, Op, OpOfCpus, OpOfUnits, dims, halves
 
 READING_NUMBERS = 6  # of each quantizer, in a reading and in what a step records
-
-Pairs = Sequence[tuple[ArrayLike, ArrayLike]]
 
 
 def read_histories(products, *, fp8_max=None):
@@ -207,16 +203,15 @@ class _ReadHistories(OpOfUnits):
         is_below_zero, below_zero = _scaling.below_zero(scale), jnp.float32(-1)
         newest = jnp.where(is_below_zero, below_zero, newest)
         largest = jnp.where(is_below_zero, below_zero, largest)
-        numerators = np.array(sum(self.of_units, ()), np.float32)
+        numerators = self.attributes()["numerators"]
         next_scales = _scaling.amax_to_scale(largest, scale, numerators)
         numbers = newest, largest, scale, jnp.zeros_like(scale), *next_scales
         table = jnp.stack(numbers, axis=-1)
         parts = jnp.split(table, np.cumsum(self.counts)[:-1], axis=-2)
         return [x.reshape(*x.shape[:-2], READING_NUMBERS * x.shape[-2]) for x in parts]
 
-    def cpu(self, *operands):
-        numerators = np.array(sum(self.of_units, ()), np.float32)
-        return self.call_on_groups(*operands, numerators=numerators)
+    def attributes(self):
+        return {"numerators": np.array(sum(self.of_units, ()), np.float32)}
 
 
 class _WriteHistories(OpOfUnits):

@@ -195,7 +195,7 @@ class _ScaledMatmul(Product):
         positions = [0] * self.has_a_t + [1] * self.has_b_t
         return dict(zip(positions, itertools.count(4 + self.has_bias), strict=False))
 
-    turned = staticmethod(turned_codes)
+    turned = turned_codes
 
     def reference(self, *operands, widen=to_f32):
         """Widen the codes, which is exact, and multiply whole tensors with f32
@@ -312,7 +312,7 @@ class _ScaledMatmul(Product):
             out = out * _shapes.spread(a_scale_inv * b_scale_inv, out.shape)
         return self.finish(out, bias)
 
-    def batch_first(self, run, operands, batch_dims):
+    def batch_first(self, operands, batch_dims):
         """Merge a batch of a alone, or of b alone, into its rows; make a batch with
         shared scales a batch dimension.
         """
@@ -326,7 +326,7 @@ class _ScaledMatmul(Product):
         first, leading = min(batched), self.leading
         has_no_room = first == 1 and self.has_bias
         if has_no_room or first > 1 or batched != {first, second.get(first, first)}:
-            return self._share_scales(run, operands, batch_dims)
+            return self._share_scales(operands, batch_dims)
         # 2. Make the batch the first dimension of m, or of n, in both layouts.
         operands[first] = jnp.moveaxis(operands[first], batch_dims[first], leading)
         if first in second:
@@ -334,11 +334,11 @@ class _ScaledMatmul(Product):
             operands[i] = jnp.moveaxis(operands[i], batch_dims[i], place)
         # 3. The result has the batch before m, or before n.
         if first == 1:
-            return run(*operands, op=self), [leading + self.rows]
+            return self.bind(*operands), [leading + self.rows]
         op = dataclasses.replace(self, rows=self.rows + 1)
-        return run(*operands, op=op), [leading]
+        return op.bind(*operands), [leading]
 
-    def _share_scales(self, run, operands, batch_dims):
+    def _share_scales(self, operands, batch_dims):
         """Make the batch a batch dimension of a, b and the operands that are added; all
         examples share the scales.
         """
@@ -350,4 +350,4 @@ class _ScaledMatmul(Product):
                     x, dim = jnp.broadcast_to(x, (size, *x.shape)), 0
                 operands[i] = jnp.moveaxis(x, dim, self.vmap_dims)
         op = dataclasses.replace(self, batch=self.batch + 1)
-        return run(*operands, op=op), [self.vmap_dims]
+        return op.bind(*operands), [self.vmap_dims]

@@ -63,10 +63,8 @@ def transpose(x, rows, cols):
     """Move the last `cols` dimensions of `x` before the `rows` dimensions in front of
     them.
     """
-    first = x.ndim - rows - cols
-    return jnp.transpose(
-        x, (*range(first), *range(first + rows, x.ndim), *range(first, first + rows))
-    )
+    last, first = x.ndim - cols, x.ndim - cols - rows
+    return jnp.moveaxis(x, range(last, x.ndim), range(first, first + cols))
 
 
 def group_scales(scale, vmap_dims, batch=1):

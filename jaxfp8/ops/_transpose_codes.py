@@ -21,9 +21,9 @@ def transpose_codes(data, order):
     return _TransposeCodes(rows, cols)(data)[0]
 
 
-def turned_codes(data, order, implementation):
-    """Transpose codes by the implementation that a program was traced with."""
-    with _support.using(implementation):
+def turned_codes(op, data, order):
+    """Transpose codes by the implementation that an op was traced with."""
+    with _support.using(op.implementation):
         return transpose_codes(data, order)
 
 

@@ -8,6 +8,7 @@ canonical forms: a leading group dimension.
 
 import contextlib
 import ctypes
+import dataclasses
 import fcntl
 import functools
 import hashlib
@@ -190,14 +191,15 @@ def register(machine: str, library: ctypes.CDLL, prefix: str) -> None:
         mlir.register_lowering(primitive, _lower, platform="cpu")
 
 
-def _lower(ctx, *operands, op, implementation):
+def _lower(ctx, *operands, op):
     from jaxfp8.ops import _ffi
 
-    if not (implementation or "").startswith(("emulated", "ptx")):
-        return op.lower("cpu", ctx, *operands, implementation=implementation)
+    if not (op.implementation or "").startswith(("emulated", "ptx")):
+        return op.lower("cpu", ctx, *operands)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_ffi, "_has_cuda_kernels", True)
-        return op.lower("cuda", ctx, *operands, implementation=None)
+        op = dataclasses.replace(op, implementation=None)
+        return op.lower("cuda", ctx, *operands)
 
 
 @contextlib.contextmanager
