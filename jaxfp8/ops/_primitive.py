@@ -34,8 +34,7 @@ SLOTS = f"{WHOLE}_slot"
 
 def not_on(op, gpus, *types):
     """Return why no kernel of the CUDA library runs an op on these GPUs."""
-    reason = _support.why_disabled(op.custom_call or op.name)
-    return reason or op.not_on(_support.capabilities(gpus), *types)
+    return op.why_disabled() or op.not_on(_support.capabilities(gpus), *types)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,12 +279,17 @@ class Op:
         # missing, XLA may still call its own.
         return self.method("reference" if lacks.hardware else "by_xla")
 
+    def why_disabled(self) -> str | None:
+        """Return the reason if a custom call of the op is switched off; or None."""
+        reason = _support.why_disabled(self.name)
+        return reason or _support.why_disabled(self.custom_call)
+
     def lacks(self, platform, gpus, types) -> _support.Missing | None:
         """Return why the native library of a platform cannot run the op; or None."""
         if not _ffi.is_loaded(platform):
             reason = "no native library serves this platform"
             return _support.Missing(reason, True, instead="")
-        reason = _support.why_disabled(self.custom_call or self.name)
+        reason = self.why_disabled()
         if reason:
             return _support.Missing(reason, True, _support.INSTEAD)
         if platform == "cpu":

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from ..numerics import E4M3, _scaling
-from . import _ffi, _support
+from . import _ffi
 from ._amax import MAX_QUANTIZERS, amaxes
 from ._partition import WHOLE
 from ._primitive import ONE, SLOTS, Op, OpOfCpus, OpOfUnits, dims, halves
@@ -331,7 +331,7 @@ class _ReadRows(Op):
         array; and it leaves out the call whose numbers no product takes.
         """
         readings = self.cpu(*operands)
-        if self.vmap_dims or _support.why_disabled("read_rows"):
+        if self.vmap_dims:
             return readings
         histories, scales = halves(operands)
         total = len(histories) * self.rows
@@ -379,7 +379,7 @@ class _WriteRows(Op):
 
     def cuda(self, *operands):
         """Take each number from the buffer where a product has left it."""
-        if self.vmap_dims or _support.why_disabled("write_rows"):
+        if self.vmap_dims:
             return self.cpu(*operands)
         count = self.count
         histories, rows = operands[:count], operands[count:]
