@@ -61,7 +61,7 @@ def delayed_scales(quantizers, length):
         check,
         chain=lambda results, arguments: (
             arguments[0],
-            [result.scale_inv for result in results],
+            [scale_inv for _, scale_inv, _ in results],
         ),
     )
 

@@ -2,8 +2,6 @@
 from one amax or from histories.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -95,19 +93,6 @@ class _AmaxToScale(Op):
         return {"numerator": self.numerator}
 
 
-class DelayedScale(NamedTuple):
-    """The operands of one quantizer in one step.
-
-    Attributes:
-        scale, scale_inv: f32[1], as `ops.amax_to_scale` gives them.
-        amax: f32[1], 0: a buffer for `ops.quantize` to raise.
-    """
-
-    scale: jax.Array
-    scale_inv: jax.Array
-    amax: jax.Array
-
-
 def delayed_scales(histories, stored, *, fp8_max, margin=0.0, algo="max"):
     """Compute the scales of several quantizers from their amax histories.
 
@@ -130,7 +115,8 @@ def delayed_scales(histories, stored, *, fp8_max, margin=0.0, algo="max"):
         algo: `"max"` or `"most_recent"`.
 
     Returns:
-        k `DelayedScale`s.
+        For each quantizer `(scale, scale_inv, amax)`, f32[1]: the scales as
+        `amax_to_scale` gives them, and a 0, a buffer for `quantize` to raise.
 
     Raises:
         TypeError: the op is differentiated.
@@ -138,7 +124,7 @@ def delayed_scales(histories, stored, *, fp8_max, margin=0.0, algo="max"):
     numerators = tuple(_scaling.scale_numerator(value, margin) for value in fp8_max)
     operands = *histories, *(jnp.reshape(value, 1) for value in stored)
     results = _DelayedScales(numerators, algo == "most_recent")(*operands)
-    return [DelayedScale(*results[i :: len(histories)]) for i in range(len(histories))]
+    return [results[i :: len(histories)] for i in range(len(histories))]
 
 
 def amaxes(history):

@@ -108,8 +108,8 @@ def test_histories_are_written_by_xla_on_a_mesh():
     """
 
     def step(history, amax):
-        (scale,) = ops.delayed_scales([history], [amax], fp8_max=[448.0])
-        return ops.write_histories([[(history, amax)]], [[(amax, scale.scale_inv)]])
+        scales = ops.delayed_scales([history], [amax], fp8_max=[448.0])
+        return ops.write_histories([[(history, amax)]], [[(amax, scales[0][1])]])
 
     operands = np.ones(8, np.float32), np.ones(1, np.float32)
     found = []
