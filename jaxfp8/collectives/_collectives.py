@@ -193,9 +193,7 @@ def transfer(collective, x, recipe, state, part=None) -> QTensor:
         x, recipe, state: as `all_to_all` takes them.
         part: see `_Transfer`.
     """
-    x = _checks.rank(
-        collective.name, "x", _checks.high_precision(collective.name, "x", x), 1
-    )
+    x = _checks.high_precision(collective.name, "x", x, 1)
     if recipe is None:
         recipe, state = HighPrecision(pipeline_axes=()), None
     quantizers, state = checked_quantizers(collective.name, recipe, state)

@@ -29,8 +29,8 @@ def array(op, name, x):
         raise TypeError(f"{op}: {name}: expected an array, got {got}{fix}") from error
 
 
-def high_precision(op, name, x):
-    """Return an array of bfloat16, float16 or float32."""
+def high_precision(op, name, x, least=0):
+    """Return an array of bfloat16, float16 or float32, of rank `least` or more."""
     fix = "cast it, for example with .astype(jnp.float32)"
     if hasattr(x, "dtype") and x.dtype == np.float64:
         # Before asarray, which would round to f32 without a word: codes must come from
@@ -49,7 +49,7 @@ def high_precision(op, name, x):
             f"{op}: {name}: expected bfloat16, float16 or float32, got "
             f"{_describe(x)}; {fix}"
         )
-    return x
+    return rank(op, name, x, least)
 
 
 def fp8(op, name, x):

@@ -107,8 +107,8 @@ class Quantization(Op):
         return x
 
     def extras(self):
-        """Return further operands of the custom call, and its attributes."""
-        return [], {}
+        """Return further operands of the custom call."""
+        return []
 
     # What all share -------------------------------------------------------------------
 
@@ -223,7 +223,6 @@ class Quantization(Op):
         aliases = {2: self.amax_place} if amax_so_far else None
         if not amax_so_far:
             scalars.append(jnp.zeros((0,), jnp.float32))
-        more, attributes = self.extras()
         # 2. Call.
         results = [
             (self.canonical(x.shape, parts), self.dtype)
@@ -236,9 +235,9 @@ class Quantization(Op):
         outputs = _ffi.call(
             self.name,
             results,
-            *(merged[0], *scalars, *merged[1:], *more),
+            *(merged[0], *scalars, *merged[1:], *self.extras()),
             aliases=aliases,
-            **attributes,
+            **self.attributes(),
         )
         # 3. Order the results as those of the op.
         amax = outputs.pop(self.amax_place)

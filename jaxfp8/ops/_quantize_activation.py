@@ -251,11 +251,11 @@ class _QuantizeActivation(Producer):
     def produce(self, x):
         return _activate(x, self.activation)
 
-    def extras(self):
+    def attributes(self):
         if not isinstance(self.activation, ClampedSwiGLU):
-            return [], {"activation": self.activation}
+            return {"activation": self.activation}
         numbers = jax.tree.map(np.float32, dataclasses.asdict(self.activation))
-        return [], {"activation": "clamped_swiglu"} | numbers
+        return {"activation": "clamped_swiglu"} | numbers
 
 
 def activation_grad(x, grad, activation):

@@ -162,7 +162,7 @@ class _QuantizeBlocks(_OpOfBlocks):
     def quantize(cls, x, dtype, block, scale, rounding, power_2_scale, rows, cols):
         """Check the arguments, and bind the primitive."""
         name = cls.name
-        x = _checks.rank(name, "x", _checks.high_precision(name, "x", x), rows + cols)
+        x = _checks.high_precision(name, "x", x, rows + cols)
         dtype = _checks.dtype(name, "dtype", dtype, FP8_DTYPES)
         # Options that do not go together are refused: one of them would have no effect.
         _checks.one_of(name, "scale", scale, SCALES)
@@ -333,16 +333,16 @@ def transpose_blocks(
     return tuple(op(data, scale_inv))
 
 
-def _shift_down(data, shift):
-    """Return the codes of `data / 2**shift`, for int32 shifts of at least 0; codes of
-    NaN and Inf stay.
+def _shift_down(data, shift, is_nan):
+    """Return the codes of `data / 2**shift`, for int32 shifts of at least 0, and those
+    of NaN where `is_nan`; codes of NaN and Inf stay.
     """
     codes = data.view(jnp.uint8)
     # A larger shift gives the same zeros, and its factor would not be a normal number.
-    factor = _blocks.power_of_two(-jnp.minimum(shift, 64), False)
+    factor = _blocks.power_of_two(-jnp.minimum(shift, 64), is_nan)
     shifted = encode(data, factor, data.dtype).view(jnp.uint8)
     largest = int(np.array(jnp.finfo(data.dtype).max, data.dtype).view(np.uint8))
-    return jnp.where(codes & 0x7F > largest, codes, shifted)
+    return jnp.where(is_nan | (codes & 0x7F <= largest), shifted, codes)
 
 
 class _TransposeBlocks(_OpOfBlocks):
@@ -368,10 +368,8 @@ class _TransposeBlocks(_OpOfBlocks):
         # 2. Shift the codes of each old block, held as bytes: XLA's CPU compiler may
         #    move FP8 through float16.
         shift = _blocks.spread(of_rows - codes, self.block, m, n)
-        of_elements = _blocks.spread(of_rows, self.block, m, n)
-        nan_code = jnp.uint8(0x7F if jnp.finfo(data.dtype).nmant == 3 else 0x7E)
-        is_nan = of_elements == _blocks.NAN_CODE
-        shifted = jnp.where(is_nan, nan_code, _shift_down(matrix, shift))
+        is_nan = _blocks.spread(of_rows == _blocks.NAN_CODE, self.block, m, n)
+        shifted = _shift_down(matrix, shift, is_nan)
         data_t = _shapes.transpose(shifted.reshape(data.shape), self.rows, self.cols)
         data_t = data_t.view(data.dtype)
         scales_t = _blocks.spread(largest.mT, (size, 1), n, largest.shape[-2])

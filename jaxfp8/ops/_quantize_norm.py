@@ -134,7 +134,7 @@ def checked(op, x, gamma, beta, kind, epsilon, names=("gamma", "beta")):
     and beta in messages.
     """
     _checks.one_of(op, "kind", kind, KINDS)
-    x = _checks.rank(op, "x", _checks.high_precision(op, "x", x), 1)
+    x = _checks.high_precision(op, "x", x, 1)
 
     def parameter(name, value):
         value = _checks.high_precision(op, name, value)
@@ -166,8 +166,8 @@ class _QuantizeNorm(Producer):
 
     def extras(self):
         if self.has_beta:
-            return [], {}
-        return [jnp.zeros((0,), jnp.float32)], {}  # a beta of [0] is none
+            return []
+        return [jnp.zeros((0,), jnp.float32)]  # a beta of [0] is none
 
     def produce(self, x, statistics, *parameters):
         columns = [statistics[..., i : i + 1] for i in range(statistics.shape[-1])]

@@ -47,7 +47,7 @@ def quantize_transpose(
             another shape.
     """
     op = "quantize_transpose"
-    x = _checks.rank(op, "x", _checks.high_precision(op, "x", x), rows + cols)
+    x = _checks.high_precision(op, "x", x, rows + cols)
     return QuantizeTranspose.quantize(
         x,
         scale,
