@@ -13,7 +13,7 @@ import jax
 from .._jax._primitives import inner_jaxprs
 from ..dot import _contexts
 from ..numerics import E5M2
-from ..ops import _ffi, _primitive, _support
+from ..ops import _ffi, _support
 
 # Scopes that transforms add, which do not name modules.
 _SCOPES_OF_TRANSFORMS = ("rematted_computation", "checkpoint")
@@ -209,4 +209,5 @@ class Target(NamedTuple):
                 return None
             return f'implementation("xla"): XLA has no FP8 product for this {name}'
         # 3. Ask the op itself whether it has a kernel for the operands on these GPUs.
-        return _primitive.not_on(op, self.gpus, *types)
+        capabilities = _support.capabilities(self.gpus)
+        return op.why_disabled() or op.not_on(capabilities, *types)

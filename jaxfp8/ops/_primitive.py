@@ -32,11 +32,6 @@ PRIMITIVES = []
 SLOTS = f"{WHOLE}_slot"
 
 
-def not_on(op, gpus, *types):
-    """Return why no kernel of the CUDA library runs an op on these GPUs."""
-    return op.why_disabled() or op.not_on(_support.capabilities(gpus), *types)
-
-
 @dataclasses.dataclass(frozen=True)
 class Op:
     """An op with the static part of a call, its fields. It is called with the operands,
@@ -48,7 +43,8 @@ class Op:
 
     Attributes:
         vmap_dims: the number of vmapped dimensions.
-        implementation: the argument of the `implementation` around the call, or None.
+        implementation: the argument of the `implementation` where the op was made, or
+            None.
         name: the op's name in messages and programs.
         custom_call: the custom call that `cpu` and `cuda` make; None for that of
             `name`.
@@ -65,7 +61,9 @@ class Op:
     """
 
     vmap_dims: int = dataclasses.field(default=0, kw_only=True)
-    implementation: str | None = dataclasses.field(default=None, kw_only=True)
+    implementation: str | None = dataclasses.field(
+        default_factory=_support.selected, kw_only=True
+    )
     name = None
     custom_call = None
     by_xla = None
@@ -88,7 +86,7 @@ class Op:
         raise NotImplementedError
 
     def attributes(self) -> dict:
-        """Return the attributes of the custom call that `cpu` makes by default."""
+        """Return the attributes of the custom call."""
         return {}
 
     def cpu(self, *operands) -> Sequence:
@@ -181,11 +179,6 @@ class Op:
         PRIMITIVES.append(primitive)
 
     def __call__(self, *operands):
-        """Bind the primitive for the implementation that is selected."""
-        op = dataclasses.replace(self, implementation=_support.selected())
-        return op.bind(*operands)
-
-    def bind(self, *operands):
         """Bind the primitive."""
         return self.primitive.bind(*operands, op=self)
 
@@ -204,7 +197,7 @@ class Op:
         """
         # The names and the reference are those of `self`: `for_gpus` changes how a
         # kernel runs, and not the op's results.
-        program, in_jnp = self.choose(platform, ctx), "reference"
+        (op, name), in_jnp = self.choose(platform, ctx), "reference"
         devices, tpus = _compat.devices_of(ctx), None
         is_for_tpu = platform == "tpu" and self.implementation != "reference"
         if is_for_tpu or self.implementation == "tpu":
@@ -215,23 +208,23 @@ class Op:
                     "mesh of TPUs, where XLA cannot cut this op; call it inside of "
                     "jax.shard_map, each device with its own rows or groups"
                 )
-            in_jnp, tpus = "tpu", devices
-            program = self.method(in_jnp)
+            name, in_jnp, tpus = "tpu", "tpu", devices
         # XLA partitions jnp code by itself. It would cut a custom call only by the rule
         # of `lower_partitioned`, which needs a known mesh.
         is_one = devices == "one"
         if devices == "unknown" or (not is_one and self.on_one_device_only()):
-            program = self.method(in_jnp)
-        is_custom = program.func != getattr(type(self), in_jnp)
+            name = in_jnp
+        run = getattr(type(self), name)
+        is_custom = run != getattr(type(self), in_jnp)
         with _tpu.devices(tpus):
             if devices == "mesh" and (is_custom or self.on_shards is not None):
                 as_bytes = platform == "cpu"
-                return lower_partitioned(self, program, as_bytes, ctx, operands)
+                run = functools.partial(run, op)
+                return lower_partitioned(self, run, as_bytes, ctx, operands)
             # On one device, and in jnp code that XLA cuts, nothing chooses between
             # layouts: leave out the second layouts.
             count = len(operands) - len(self.second_layouts())
-            jitted = _jitted(program.func, *program.args)
-            return _compat.lower_jitted(ctx, jitted, operands[:count])
+            return _compat.lower_jitted(ctx, _jitted(run, op), operands[:count])
 
     def results(self, *operands):
         """Return the types of the results of these arrays."""
@@ -251,24 +244,20 @@ class Op:
         outputs = _ffi.call(self.name, results, *flat, aliases=aliases, **attributes)
         return [out.reshape(x.shape) for out, x in zip(outputs, types, strict=True)]
 
-    def method(self, name):
-        """Return a method with the op as its argument: equal ops have equal ones."""
-        return functools.partial(getattr(type(self), name), self)
-
     def choose(self, platform, ctx):
-        """Return the implementation that runs."""
+        """Return the op whose implementation runs, and the name of the method."""
         if self.implementation == "xla" and self.by_xla is not None:
-            return self.method("by_xla")
+            return self, "by_xla"
         # In an op without `by_xla` the implementation "xla" is the reference.
         if self.implementation not in (None, "ffi"):
-            return self.method("reference")
+            return self, "reference"
         gpus = _support.gpus(ctx) if platform == "cuda" else []
         lacks = self.lacks(platform, gpus, ctx.avals_in)
         if lacks is None:
             op = self
             if platform == "cuda":
                 op = self.for_gpus(ctx, _support.capabilities(gpus))
-            return op.method(platform)
+            return op, platform
         if self.implementation == "ffi":
             raise RuntimeError(
                 f'jaxfp8.ops.{self.name}: implementation("ffi"): {lacks.reason}'
@@ -277,7 +266,7 @@ class Op:
             _support.warn(lacks.reason, lacks.instead)
         # Without FP8 hardware only the reference is left. Where just cuBLASLt is
         # missing, XLA may still call its own.
-        return self.method("reference" if lacks.hardware else "by_xla")
+        return self, "reference" if lacks.hardware else "by_xla"
 
     def why_disabled(self) -> str | None:
         """Return the reason if a custom call of the op is switched off; or None."""
@@ -341,7 +330,7 @@ def _batch(operands, batch_dims, *, op):
     # 3. Bind the same op with one vmapped dimension more, which every result has in
     #    front.
     vmapped = dataclasses.replace(op, vmap_dims=op.vmap_dims + 1)
-    outputs = vmapped.bind(*operands)
+    outputs = vmapped(*operands)
     return outputs, [0] * len(outputs)
 
 
@@ -405,7 +394,7 @@ class OpOfUnits(Op):
         results, result_dims = [None] * len(outs), [None] * len(outs)
         for chosen in rest, batched:
             places = [i for i, unit in enumerate(ins) if unit in chosen]
-            call = self.of_some(sorted(chosen)).bind
+            call = self.of_some(sorted(chosen))
             if chosen is batched:
                 call = jax.vmap(call, in_axes=tuple(batch_dims[i] for i in places))
             outputs = iter(call(*(operands[i] for i in places)))

@@ -334,9 +334,9 @@ class _ScaledMatmul(Product):
             operands[i] = jnp.moveaxis(operands[i], batch_dims[i], place)
         # 3. The result has the batch before m, or before n.
         if first == 1:
-            return self.bind(*operands), [leading + self.rows]
+            return self(*operands), [leading + self.rows]
         op = dataclasses.replace(self, rows=self.rows + 1)
-        return op.bind(*operands), [leading]
+        return op(*operands), [leading]
 
     def _share_scales(self, operands, batch_dims):
         """Make the batch a batch dimension of a, b and the operands that are added; all
@@ -350,4 +350,4 @@ class _ScaledMatmul(Product):
                     x, dim = jnp.broadcast_to(x, (size, *x.shape)), 0
                 operands[i] = jnp.moveaxis(x, dim, self.vmap_dims)
         op = dataclasses.replace(self, batch=self.batch + 1)
-        return op.bind(*operands), [self.vmap_dims]
+        return op(*operands), [self.vmap_dims]
