@@ -21,7 +21,7 @@ from ._compute_dtype import not_wider, promoted
 from ._contexts import current_layer
 from ._fused_input import Activated, FusedInput, Normalized, Pair, activated
 from ._gemms import Product
-from ._high_precision import plus
+from ._high_precision import plus, wide
 from ._layout import Layout, checked_numbers, layouts, out_shape
 from ._product import OUTPUT_NAME, multiply
 
@@ -98,15 +98,10 @@ def dot_general(
     """
     # 1. Check the operands: shapes come first, because a missing state is often the
     #    state of another layer.
-    fused = x if isinstance(x, FusedInput) else None
-    pair = kernel if isinstance(kernel, Pair) else None  # of layers by rule
     x, kernel = operand("dot_general: x", x), operand("dot_general: kernel", kernel)
     numbers = checked_numbers(dimension_numbers)
     both = layouts(x.array.shape, kernel.array.shape, numbers)
-    if isinstance(recipe, recipes.HighPrecision):
-        recipe = None
-    if recipe is not None:
-        quantizers, state = checked_quantizers("dot_general", recipe, state)
+    recipe, quantizers, state = checked_recipe("dot_general", recipe, state)
     out_dtype = result_dtype("dot_general", preferred_element_type, x, kernel)
     bias = _checked_bias(bias, both[1])
     if activation is not None:
@@ -114,26 +109,8 @@ def dot_general(
         name = "activation: the product"
         _quantize_activation.check("dot_general", result, activation, name=name)
 
-    # 2. Leave to JAX what does not run in FP8: empty, high precision, and small
-    #    products.
-    if 0 in (*x.array.shape, *kernel.array.shape):
-        # There is no element: gradients are zero, the state is not touched.
-        y = jnp.zeros(out_shape(*both), jnp.float32)
-        return _activated(plus(y, bias, 0, out_dtype), activation)
-    if recipe is None or is_small(recipe, *both):
-        y = _without_fp8(
-            recipe, x, kernel, bias, numbers, precision, out_dtype, out_sharding
-        )
-        return _activated(y, activation)
-
-    # 3. Describe the product as hashable data, by which JAX caches its programs, and
+    # 2. Describe the product as hashable data, by which JAX caches its programs, and
     #    multiply.
-    if fused is not None:
-        can_fuse = both[0].is_rows_by_last
-        x = fused_operand(0, x, fused, recipe, quantizers, can_fuse)
-    if pair is not None:
-        can_fuse = both[1].contract_first
-        kernel = fused_operand(1, kernel, pair, recipe, quantizers, can_fuse)
     product = Product(
         quantizers=quantizers,
         dimension_numbers=numbers,
@@ -145,40 +122,110 @@ def dot_general(
         reduce=recipes.AmaxReduction.for_recipe(recipe),
         activation=activation,
         fp8_residual=recipe.fp8_residuals,
-        is_pair=isinstance(kernel.codes, Pair),
         layer=current_layer(),
     )
-    scales = recipes.read(quantizers, state)
-    codes = x.codes_alone, kernel.codes_alone
-    y, *values = multiply(product, x.array, kernel.array, bias, scales, codes, None)
+    is_pair = isinstance(kernel.codes, Pair)  # of layers by rule
+    y, *values = multiply_operands(
+        product,
+        recipe,
+        state,
+        (x, kernel),
+        (both[0].is_rows_by_last, both[1].contract_first and is_pair),
+        bias=bias,
+        precision=precision,
+        is_small=is_small(recipe, *both),
+    )
     if values:
         return Activated(y, activation, *values)
-    return _activated(checkpoint_name(y, OUTPUT_NAME), activation)
+    return y if activation is None else activated(y, activation)
+
+
+def multiply_operands(
+    product,
+    recipe,
+    state,
+    operands,
+    can_fuse,
+    *,
+    bias=None,
+    group_sizes=None,
+    precision=None,
+    is_small=False,
+) -> list[jax.Array]:
+    """Multiply two operands: in FP8, or in high precision by JAX.
+
+    Args:
+        product: the static part.
+        recipe, state: as `checked_recipe` returns them.
+        operands: x and kernel.
+        can_fuse: for each operand, whether a fused input is quantized by the product.
+        bias, group_sizes: see `forward`.
+        precision: that of a product in high precision.
+        is_small: whether the product is below the recipe's `min_size`.
+
+    Returns:
+        The results of `multiply`; in high precision y alone.
+    """
+    x, kernel = operands
+    shapes = x.array.shape, kernel.array.shape
+    if 0 in (*shapes[0], *shapes[1]):
+        # There is no element: gradients are zero, the state is not touched.
+        y = jnp.zeros(out_shape(*product.layouts(*shapes)), jnp.float32)
+        return [plus(y, bias, 0, product.out_dtype)]
+    if is_small or isinstance(recipe, recipes.HighPrecision):
+        dtype = not_wider(product.out_dtype, *high_precision_dtypes(x, kernel))
+        with _contexts.high_precision(_why(recipe, is_small)):
+            y = product.multiply_arrays(
+                recipes.value_of(*x, dtype),
+                recipes.value_of(*kernel, dtype),
+                group_sizes,
+                precision,
+                wide(product.out_dtype, bias),
+            )
+        return [plus(y, bias, 0, product.out_dtype)]
+    arrays, codes = [], []
+    for i, operand in enumerate(operands):
+        array, q = operand.for_product(i, recipe, product.quantizers, can_fuse[i])
+        arrays.append(array)
+        codes.append(q)
+    scales = recipes.read(product.quantizers, state)
+    y, *values = multiply(product, *arrays, bias, scales, tuple(codes), group_sizes)
+    return [y, *values] if values else [checkpoint_name(y, OUTPUT_NAME)]
 
 
 class Operand(NamedTuple):
     """An operand of a product.
 
     Attributes:
-        array: the array; of a QTensor its source, without a source its data.
-        codes: the QTensor, or the fused input that the product quantizes; else None.
+        array: the array; of a QTensor its source, without a source its data; of a
+            fused input its values.
+        codes: the QTensor, or the fused input; else None.
     """
 
     array: jax.Array
     codes: QTensor | FusedInput | None
 
-    @property
-    def codes_alone(self) -> QTensor | FusedInput | None:
-        """Return the codes without their source, which is the array: gradients reach it
-        there.
+    def for_product(self, i, recipe, quantizers, can_fuse) -> tuple:
+        """Return the array and the codes of operand i of a product in FP8.
+
+        Codes have no source, which is the array: gradients reach it there. A fused
+        input is quantized by the product where its quantizer has one scale, for both
+        its products, and where `can_fuse`.
         """
-        if isinstance(self.codes, QTensor):
-            return dataclasses.replace(self.codes, source=None)
-        return self.codes
+        array, codes = self
+        if isinstance(codes, QTensor):
+            return array, dataclasses.replace(codes, source=None)
+        if codes is None:
+            return self
+        if recipe.fp8_residuals:
+            array = codes.values(fp8_residual=True)
+        quantizer, second = quantizers.of_operand(i)
+        has_one_scale = quantizer.has_one_scale and second == recipes.SharedCodes()
+        return array, codes.fixed if has_one_scale and can_fuse else None
 
 
 def operand(name: str, value) -> Operand:
-    """Return an argument as an operand; a fused input counts as its values.
+    """Return an argument as an operand.
 
     Args:
         name: the op and the argument, for messages.
@@ -187,19 +234,10 @@ def operand(name: str, value) -> Operand:
     if isinstance(value, QTensor):
         array = value.data if value.source is None else value.source
         return Operand(_mesh.without_reduced(array), value)
-    array = value.value if isinstance(value, FusedInput) else value
+    codes = value if isinstance(value, FusedInput) else None
+    array = value if codes is None else codes.value
     array = _checks.high_precision(*name.split(": "), array)
-    return Operand(_mesh.without_reduced(array), None)
-
-
-def fused_operand(i, x, fused: FusedInput, recipe, quantizers, can_fuse) -> Operand:
-    """Return operand i of a fused input: fused where its quantizer has one scale, for
-    both its products, and where `can_fuse`.
-    """
-    array = fused.values(fp8_residual=True) if recipe.fp8_residuals else x.array
-    quantizer, second = quantizers.of_operand(i)
-    has_one_scale = quantizer.has_one_scale and second == recipes.SharedCodes()
-    return Operand(array, fused.fixed if has_one_scale and can_fuse else None)
+    return Operand(_mesh.without_reduced(array), codes)
 
 
 def result_dtype(op: str, preferred_element_type, *operands: Operand) -> np.dtype:
@@ -222,27 +260,6 @@ def _checked_bias(bias, kernel: Layout) -> jax.Array | None:
     return _checks.shape("dot_general", "bias", bias, free)
 
 
-def _activated(y, activation):
-    """Return the product y, or with an activation the `Activated` of it."""
-    return y if activation is None else activated(y, activation)
-
-
-def _without_fp8(recipe, x, kernel, bias, numbers, precision, out_dtype, out_sharding):
-    """Return the product of the values of two operands, with the bias."""
-    dtype = not_wider(out_dtype, *high_precision_dtypes(x, kernel))
-    with _contexts.high_precision(why(recipe)):
-        y = lax.dot_general(
-            recipes.value_of(*x, dtype),
-            recipes.value_of(*kernel, dtype),
-            numbers,
-            precision=precision,
-            # a bias is added in float32
-            preferred_element_type=out_dtype if bias is None else jnp.float32,
-            out_sharding=out_sharding,
-        )
-    return plus(y, bias, 0, out_dtype)
-
-
 def is_small(recipe, x, kernel) -> bool:
     """Tell whether the product of operands with these layouts is below the recipe's
     `min_size`.
@@ -257,16 +274,27 @@ def high_precision_dtypes(*operands: Operand) -> list:
     """
     dtypes = []
     for x in operands:
-        if x.codes is None or not x.codes.is_all_of(x.array):
+        if not isinstance(x.codes, QTensor) or not x.codes.is_all_of(x.array):
             dtypes.append(x.array.dtype)
     return dtypes
 
 
-def why(recipe) -> str:
+def _why(recipe, is_small) -> str:
     """Return the reason why a product is in high precision, a clause."""
-    if recipe is not None:
+    if is_small:
         return f"smaller than min_size={recipe.min_size} of the recipe"
     return "autocast is off" if recipes.is_off() else "the recipe is None"
+
+
+def checked_recipe(op: str, recipe, state) -> tuple:
+    """Return a recipe, its quantizers and the state, arguments of `op`; high precision
+    for no recipe, whose state is not read.
+    """
+    if recipe is None:
+        recipe = recipes.HighPrecision()
+    if isinstance(recipe, recipes.HighPrecision):
+        return recipe, recipe.quantizers(), None
+    return recipe, *checked_quantizers(op, recipe, state)
 
 
 def checked_quantizers(

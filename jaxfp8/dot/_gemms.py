@@ -57,8 +57,8 @@ class Product:
         fp8_residual: whether the backward of the activation reads codes of the result.
         records_grad: whether the state records the gradient of y; not where a transfer
             that brought it here has recorded it.
-        is_pair: whether the kernel `[k, 2, n]` is a Pair: the halves of its gradient
-            are read apart.
+        is_pair: whether the kernel `[k, 2, n]` is a Pair, known in the backward: the
+            halves of its gradient are read apart.
         layer: the path of the layer, for warnings, or None; equal products of two
             layers are one product.
         implementation: the implementation of the ops, where the product was made.
@@ -107,14 +107,15 @@ class Product:
         """
         return x
 
-    def in_float32(self, x, kernel, group_sizes):
-        """Return the product of two arrays, in float32."""
+    def multiply_arrays(self, x, kernel, group_sizes, precision, dtype):
+        """Return the product of two arrays in `dtype`."""
         del group_sizes
         return lax.dot_general(
             x,
             kernel,
             self.dimension_numbers,
-            precision=lax.Precision.HIGHEST,
+            precision=precision,
+            preferred_element_type=dtype,
             out_sharding=self.out_sharding,
         )
 

@@ -29,8 +29,27 @@ def is_blockwise(q: QTensor) -> bool:
 
 
 def multiply_dequantized(a, b, out_dtype, batch, bias):
-    """Multiply in float32, or two operands without codes in the dtype of the result
-    where theirs is not narrower.
+    """Multiply the values of two QTensors."""
+    leading = tuple(range(batch))
+    contract = [tuple(range(q.ndim - q.cols, q.ndim)) for q in (a, b)]
+    numbers = contract, (leading, leading)
+
+    def multiply(a, b):
+        return lax.dot_general(
+            a,
+            b,
+            numbers,
+            preferred_element_type=promoted(a, wide(out_dtype, bias)),
+            out_sharding=_out_sharding(a, b, numbers),
+        )
+
+    return plus(multiply_values(multiply, a, b, out_dtype), bias, batch, out_dtype)
+
+
+def multiply_values(multiply, a, b, out_dtype, *operands):
+    """Return `multiply(a, b, *operands)` of the values of two QTensors: in float32, or
+    for two QTensors without codes in the dtype of the result where theirs is not
+    narrower.
 
     Codes, and an operand beside codes, are widened to float32.
     """
@@ -42,23 +61,14 @@ def multiply_dequantized(a, b, out_dtype, batch, bias):
         else:
             values.append(dequantized(q.data, q.scale_inv, q.block, q.cols))
     dtype = not_wider(out_dtype, *plain) if len(plain) == 2 else jnp.float32
-    leading = tuple(range(batch))
-    contract = [tuple(range(q.ndim - q.cols, q.ndim)) for q in (a, b)]
-    numbers = contract, (leading, leading)
     why = "no FP8 product takes these codes and scales"
     if plain:
         why = f"the recipe keeps an operand in {plain[0]}"
     with _contexts.high_precision(why):
-        y = lax.dot_general(
-            *[value.astype(dtype) for value in values],
-            numbers,
-            preferred_element_type=promoted(dtype, _wide(out_dtype, bias)),
-            out_sharding=_out_sharding(*values, numbers),
-        )
-    return plus(y, bias, batch, out_dtype)
+        return multiply(*[value.astype(dtype) for value in values], *operands)
 
 
-def _wide(out_dtype, bias):
+def wide(out_dtype, bias):
     """Return the dtype of a product to which a bias is added in float32, so that the
     sum is rounded only once.
     """
@@ -86,7 +96,7 @@ def multiply_by(qgemm, a, b, gemm_type, out_dtype, batch, bias, swap):
     """Multiply by a user's own function `qgemm`, which multiplies matrices."""
     rows = [q.shape[batch : q.ndim - q.cols] for q in (a, b)]
     leading = a.shape[:batch]
-    dtype = _wide(out_dtype, bias)
+    dtype = wide(out_dtype, bias)
 
     def multiply(a, b):
         y = qgemm(

@@ -32,7 +32,13 @@ from ..numerics import FP8_DTYPES
 from ..ops._support import using
 from ..recipes import QTensor, Scale, as_codes, value_of
 from ._autodiff import warn_of_state
-from ._fused_input import ActivationGradient, FusedInput, as_read_residual, compressed
+from ._fused_input import (
+    ActivationGradient,
+    FusedInput,
+    Pair,
+    as_read_residual,
+    compressed,
+)
 from ._gemms import backward, forward
 
 # Name for rematerialization policies (checkpoint_policies.py).
@@ -80,7 +86,9 @@ def multiply_float32(product, x, kernel, bias, state, codes, group_sizes):
     x_codes, kernel_codes = lax.stop_gradient(codes)
     x = value_of(x, x_codes, jnp.float32)
     kernel = value_of(kernel, kernel_codes, jnp.float32)
-    y = product.in_float32(x, kernel, group_sizes)
+    y = product.multiply_arrays(
+        x, kernel, group_sizes, lax.Precision.HIGHEST, jnp.float32
+    )
     if bias is not None:
         y += jnp.broadcast_to(bias.astype(jnp.float32), y.shape)
     return y
@@ -160,7 +168,7 @@ def _batch(args, dims, *, product, tree):
     A batch of kernels without state is a batch of products too: as in a loop, each
     kernel has its own scale.
     """
-    args, dims, product, tree = _joined_pair(args, dims, product, tree)
+    args, dims, tree = _joined_pair(args, dims, tree)
     operands, product, out_dim = _batched(args, dims, product, tree)
     if batch_of(args, dims)[0] == 0:  # nothing to multiply
         outs = _abstract(*map(jax.typeof, operands), product=product, tree=tree)
@@ -170,18 +178,17 @@ def _batch(args, dims, *, product, tree):
     return results, [out_dim] * len(results)
 
 
-def _joined_pair(args, dims, product, tree):
+def _joined_pair(args, dims, tree):
     """Return the arguments of a batching rule with the joined kernel in place of a Pair
     that has a batch and shares its state: the batch is one larger product.
     """
     (*first, state, codes, group_sizes), results = tree.unflatten(range(len(args)))
     has_states = any(dims[i] is not None for i in jax.tree.leaves(state))
-    if not product.is_pair or dims[1] is None or has_states:
-        return args, dims, product, tree
+    if not isinstance(codes[1], Pair) or dims[1] is None or has_states:
+        return args, dims, tree
     operands = *first, state, (codes[0], None), group_sizes
     kept, tree = jax.tree.flatten((operands, results))
-    product = dataclasses.replace(product, is_pair=False)
-    return [args[i] for i in kept], [dims[i] for i in kept], product, tree
+    return [args[i] for i in kept], [dims[i] for i in kept], tree
 
 
 def _batched(args, dims, product, tree):
@@ -297,6 +304,9 @@ def _linearize(is_vjp, is_linear, *primals, product, tree):
     types = tuple(map(jax.typeof, jax.tree.leaves((x, kernel, bias))))
     state_leaves = tuple([len(jax.tree.leaves(old)) for old in state.by_quantizer()])
 
+    is_pair = isinstance(codes[1], Pair)
+    backward_product = dataclasses.replace(product, is_pair=is_pair)
+
     # Operands without a tangent get no gradient: the backward leaves out their product.
     def linear(residuals, *tangents):
         tangents = [t for t, linear in zip(tangents, is_linear, strict=False) if linear]
@@ -310,7 +320,7 @@ def _linearize(is_vjp, is_linear, *primals, product, tree):
         return _linear_p.bind(
             *tangents,
             *residuals,
-            product=product,
+            product=backward_product,
             is_linear=tuple(is_linear),
             differentiated=differentiated,
             residual_tree=residual_tree,
