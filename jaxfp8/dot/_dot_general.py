@@ -22,7 +22,7 @@ from ._contexts import current_layer
 from ._fused_input import Activated, FusedInput, Normalized, Pair, activated
 from ._gemms import Product
 from ._high_precision import plus, wide
-from ._layout import Layout, checked_numbers, layouts, out_shape
+from ._layout import Layout, checked_numbers, layouts, out_shape, size
 from ._product import OUTPUT_NAME, multiply
 
 
@@ -110,15 +110,19 @@ def dot_general(
         _quantize_activation.check("dot_general", result, activation, name=name)
 
     # 2. Describe the product as hashable data, by which JAX caches its programs, and
-    #    multiply.
+    #    multiply. In high precision JAX checks what it gets.
+    precise, why = frozenset(), why_not_fp8(recipe, size(*both))
+    if why is None:
+        out_sharding = spec_of("dot_general", out_sharding)
+        precise = _precise(precision, recipe)
     product = Product(
         quantizers=quantizers,
         dimension_numbers=numbers,
         x_dtype=x.array.dtype,
         wgrad_dtype=recipe.wgrad_dtype or kernel.array.dtype,
         out_dtype=out_dtype,
-        out_sharding=spec_of("dot_general", out_sharding),
-        precise=_precise(precision, recipe),
+        out_sharding=out_sharding,
+        precise=precise,
         reduce=recipes.AmaxReduction.for_recipe(recipe),
         activation=activation,
         fp8_residual=recipe.fp8_residuals,
@@ -129,11 +133,11 @@ def dot_general(
         product,
         recipe,
         state,
+        why,
         (x, kernel),
         (both[0].is_rows_by_last, both[1].contract_first and is_pair),
         bias=bias,
         precision=precision,
-        is_small=is_small(recipe, *both),
     )
     if values:
         return Activated(y, activation, *values)
@@ -144,24 +148,24 @@ def multiply_operands(
     product,
     recipe,
     state,
+    why,
     operands,
     can_fuse,
     *,
     bias=None,
     group_sizes=None,
     precision=None,
-    is_small=False,
 ) -> list[jax.Array]:
     """Multiply two operands: in FP8, or in high precision by JAX.
 
     Args:
         product: the static part.
         recipe, state: as `checked_recipe` returns them.
+        why: the reason for high precision, see `why_not_fp8`; None for FP8.
         operands: x and kernel.
         can_fuse: for each operand, whether a fused input is quantized by the product.
         bias, group_sizes: see `forward`.
         precision: that of a product in high precision.
-        is_small: whether the product is below the recipe's `min_size`.
 
     Returns:
         The results of `multiply`; in high precision y alone.
@@ -172,9 +176,9 @@ def multiply_operands(
         # There is no element: gradients are zero, the state is not touched.
         y = jnp.zeros(out_shape(*product.layouts(*shapes)), jnp.float32)
         return [plus(y, bias, 0, product.out_dtype)]
-    if is_small or isinstance(recipe, recipes.HighPrecision):
+    if why is not None:
         dtype = not_wider(product.out_dtype, *high_precision_dtypes(x, kernel))
-        with _contexts.high_precision(_why(recipe, is_small)):
+        with _contexts.high_precision(why):
             y = product.multiply_arrays(
                 recipes.value_of(*x, dtype),
                 recipes.value_of(*kernel, dtype),
@@ -260,14 +264,6 @@ def _checked_bias(bias, kernel: Layout) -> jax.Array | None:
     return _checks.shape("dot_general", "bias", bias, free)
 
 
-def is_small(recipe, x, kernel) -> bool:
-    """Tell whether the product of operands with these layouts is below the recipe's
-    `min_size`.
-    """
-    size = math.prod(out_shape(x, kernel)) * math.prod(x.shape[d] for d in x.contract)
-    return size < recipe.min_size**3
-
-
 def high_precision_dtypes(*operands: Operand) -> list:
     """Return the dtypes of the operands without codes, and of the sources of
     QTensors.
@@ -279,11 +275,15 @@ def high_precision_dtypes(*operands: Operand) -> list:
     return dtypes
 
 
-def _why(recipe, is_small) -> str:
-    """Return the reason why a product is in high precision, a clause."""
-    if is_small:
+def why_not_fp8(recipe, multiplications=math.inf) -> str | None:
+    """Return the reason why a product is in high precision,
+    a clause; None for FP8.
+    """
+    if isinstance(recipe, recipes.HighPrecision):
+        return "autocast is off" if recipes.is_off() else "the recipe is None"
+    if multiplications < recipe.min_size**3:
         return f"smaller than min_size={recipe.min_size} of the recipe"
-    return "autocast is off" if recipes.is_off() else "the recipe is None"
+    return None
 
 
 def checked_recipe(op: str, recipe, state) -> tuple:

@@ -6,6 +6,7 @@ Dimensions are put in order and never merged: on a mesh each keeps its own shard
 
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Callable
 
@@ -134,6 +135,11 @@ def out_shape(x: Layout, kernel: Layout) -> tuple[int, ...]:
     x_sizes = [x.shape[d] for d in x.batch + x.free]
     kernel_sizes = [kernel.shape[d] for d in kernel.free]
     return *x_sizes, *kernel_sizes
+
+
+def size(x: Layout, kernel: Layout) -> int:
+    """Return the number of multiplications of a product."""
+    return math.prod(out_shape(x, kernel)) * math.prod(x.shape[d] for d in x.contract)
 
 
 def _layout(name, shape, batch, contract) -> Layout:

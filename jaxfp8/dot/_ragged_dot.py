@@ -16,7 +16,6 @@ from ..recipes import (
     AmaxReduction,
     DotGeneralState,
     GEMMType,
-    HighPrecision,
     HighPrecisionQuantizer,
     QTensor,
     Recipe,
@@ -28,6 +27,7 @@ from ._dot_general import (
     multiply_operands,
     operand,
     result_dtype,
+    why_not_fp8,
 )
 from ._fused_input import Activated, FusedInput, Normalized
 from ._gemms import Product
@@ -131,7 +131,9 @@ def ragged_product(
     lhs, rhs = operand("ragged_dot: lhs", lhs), operand("ragged_dot: rhs", rhs)
     _check_operands(lhs, rhs, group_sizes.size)
     recipe, quantizers, state = checked_recipe(op, recipe, state)
-    _check_recipe(recipe, quantizers)
+    why = why_not_fp8(recipe)
+    if why is None:
+        _check_recipe(recipe, quantizers)
 
     # 2. Describe the product as hashable data, and multiply.
     product = RaggedProduct(
@@ -150,6 +152,7 @@ def ragged_product(
         product,
         recipe,
         state,
+        why,
         (lhs, rhs),
         (keeps_zeros, False),
         group_sizes=group_sizes,
@@ -197,8 +200,6 @@ def _check_recipe(recipe, quantizers) -> None:
     """Raise unless each operand of the three products is in high precision, or in codes
     that a ragged product takes, and one of them in codes.
     """
-    if isinstance(recipe, HighPrecision):
-        return
     of_operands = *quantizers[:3], *quantizers[5:]
     coded = [q for q in of_operands if not isinstance(q, HighPrecisionQuantizer)]
     fits = [q.has_one_scale or q.block is not None for q in coded]
