@@ -88,19 +88,20 @@ def dot_general(
 
     Raises:
         TypeError: an operand's or the result's dtype is not bfloat16, float16 or
-            float32; `state` is not a DotGeneralState, `recipe` not a Recipe,
-            `out_sharding` no sharding, or `dimension_numbers` are not pairs of ints;
-            the gradient of a QTensor without a source; second derivatives and forward
-            mode.
-        ValueError: shapes do not fit; the recipe's state is missing, or has another
-            shape or history length; `precision` is not listed above; `activation` is
-            unknown, or gated and the product is not `[..., 2, n]`.
+            float32; `state` is not a DotGeneralState, `recipe` not a Recipe, or
+            `out_sharding` no sharding; the gradient of a QTensor without a source;
+            second derivatives and forward mode.
+        ValueError: `dimension_numbers` are malformed or do not fit the shapes; the
+            recipe's state is missing, or has another shape or history length;
+            `precision` is not listed above; `activation` is unknown, or gated and the
+            product is not `[..., 2, n]`.
     """
     # 1. Check the operands: shapes come first, because a missing state is often the
     #    state of another layer.
     x, kernel = operand("dot_general: x", x), operand("dot_general: kernel", kernel)
-    numbers = checked_numbers(dimension_numbers)
-    both = layouts(x.array.shape, kernel.array.shape, numbers)
+    shapes = x.array.shape, kernel.array.shape
+    numbers = checked_numbers(dimension_numbers, *shapes)
+    both = layouts(*shapes, numbers)
     recipe, quantizers, state = checked_recipe("dot_general", recipe, state)
     out_dtype = result_dtype("dot_general", preferred_element_type, x, kernel)
     bias = _checked_bias(bias, both[1])
@@ -348,29 +349,15 @@ def spec_of(op: str, out_sharding) -> PartitionSpec | None:
     return spec
 
 
-# Whether a precision is more than the recipe's own.
-_IS_PRECISE = {
-    None: False,
-    "default": False,
-    "fastest": False,
-    lax.Precision.DEFAULT: False,
-    "high": True,
-    "highest": True,
-    "float32": True,
-    lax.Precision.HIGH: True,
-    lax.Precision.HIGHEST: True,
-}
-
-
 def _precise(precision, recipe) -> frozenset:
     """Return the names of the products that accumulate precisely."""
     both = precision if isinstance(precision, (tuple, list)) else (precision,)
-    are_precise = set(map(_IS_PRECISE.get, both))
-    if are_precise == {False}:
-        return frozenset(recipe.precise)
-    if are_precise == {True}:
-        return frozenset(GEMMType)
-    raise ValueError(
-        "dot_general: precision: expected None, DEFAULT, HIGH or HIGHEST for both "
-        f"operands, got {precision!r}"
-    )
+    try:
+        # unpacking fails where one operand alone has the default
+        (is_default,) = {lax.Precision(p) == lax.Precision.DEFAULT for p in both}
+    except ValueError as error:
+        raise ValueError(
+            "dot_general: precision: expected None, DEFAULT, HIGH or HIGHEST for both "
+            f"operands, got {precision!r}"
+        ) from error
+    return frozenset(recipe.precise if is_default else GEMMType)

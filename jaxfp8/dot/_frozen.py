@@ -77,7 +77,7 @@ def freeze_operands(
     quantizers, state = _dot_general.checked_quantizers(
         "freeze", recipe, recipes.without_max(state)
     )
-    numbers = checked_numbers(dimension_numbers)
+    numbers = checked_numbers(dimension_numbers, x_shape, kernel.shape)
     both = layouts(x_shape, kernel.shape, numbers)
     if 0 in kernel.shape or _dot_general.why_not_fp8(recipe, size(*both)):
         return None
@@ -169,7 +169,7 @@ def multiply(
     """
     # 1. Read the layouts. Codes are `[*batch, *free, *contract]`, whatever the kernel's
     #    own order.
-    numbers = checked_numbers(dimension_numbers)
+    numbers = checked_numbers(dimension_numbers, x.shape, kernel.shape)
     x_layout, kernel_layout = layouts(x.shape, kernel.shape, numbers)
     batch, contract = len(kernel_layout.batch), len(kernel_layout.contract)
     codes = recipes.QTensor(frozen[KERNEL], frozen[KERNEL_SCALE_INV], cols=contract)

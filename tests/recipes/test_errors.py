@@ -251,7 +251,7 @@ ARGUMENTS = [
         VALUE,
         [
             (HIGHEST, DEFAULT),
-            "tensorfloat32",
+            "HIGHEST",
             3,
             lax.DotAlgorithmPreset.F32_F32_F32,
             lax.DotAlgorithm(*[F32] * 3),
