@@ -5,7 +5,6 @@ wgrad; fused inputs.
 from ._autodiff import Static, vmapped_state, warn_of_state
 from ._calls import DotGeneralCall, EinsumCall, NoClassAsProduct, RaggedDotCall
 from ._compute_dtype import (
-    check_norm,
     gated_activation,
     linear,
     norm_of_layer,

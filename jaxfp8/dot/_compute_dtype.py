@@ -121,12 +121,3 @@ def gated_activation(
             "pass a jaxfp8.ops.ClampedSwiGLU"
         )
     return f"{activation}_gated"
-
-
-def check_norm(layer: str, argument: str, kind: str | None, is_optional: bool) -> None:
-    """Raise a ValueError unless `kind`, the argument of a layer, is a norm, or None
-    where the norm is optional.
-    """
-    if kind not in ("rms", "layer") and not (is_optional and kind is None):
-        needed = '"rms", "layer" or None' if is_optional else '"rms" or "layer"'
-        raise ValueError(f"{layer}: {argument}: expected {needed}, got {kind!r}")

@@ -97,17 +97,6 @@ def einsum_by(
     info = _parsed(eqn, x.shape, kernel.shape)
     x_labels, kernel_labels = info.input_subscripts.split(",")
     out_labels, sizes = info.output_subscript, info.size_dict
-    # A sum over no element would be zeros, whose amax counts: return first, so that the
-    # state stays.
-    if 0 in (*x.shape, *kernel.shape):
-        dtype = _checks.dtype(
-            "einsum",
-            "preferred_element_type",
-            preferred_element_type,
-            _checks.HIGH_PRECISION,
-        )
-        shape = list(map(sizes.get, out_labels))
-        return jnp.zeros(shape, dtype, out_sharding=out_sharding)
     # 2. Remove what `dot_general` does not have: dimensions that broadcast, diagonals,
     #    and labels that are summed alone. The label of a dimension that broadcasts then
     #    belongs to one operand.
@@ -165,7 +154,7 @@ def _squeezed(value, labels, sizes):
     """Drop the dimensions of size 1 that broadcast."""
     broadcast, left = [], ""
     for d, label in enumerate(labels):
-        if value.shape[d] < sizes[label]:
+        if value.shape[d] != sizes[label]:
             broadcast.append(d)
         else:
             left += label

@@ -184,8 +184,6 @@ def _checked(x, expert, weights) -> tuple[jax.Array, jax.Array, jax.Array]:
             f"Experts: expert: expected integers, the experts of each token, got "
             f"{expert.dtype}; the probabilities of a router are for weights"
         )
-    if not x.shape:
-        raise ValueError(f"Experts: x: expected [..., k], got {x.dtype}[]")
     if expert.ndim != x.ndim or expert.shape[:-1] != x.shape[:-1]:
         needed = ", ".join(map(str, (*x.shape[:-1], "chosen")))
         raise ValueError(

@@ -17,7 +17,6 @@ from ..dot import (
     Activated,
     FusedInput,
     Normalized,
-    check_norm,
     columns,
     dense_layers,
     gated_activation,
@@ -185,7 +184,6 @@ class GatedMLP(nnx.Module):
         rngs: nnx.Rngs,
     ):
         gated_activation("GatedMLP", activation)
-        check_norm("GatedMLP", "norm", norm, is_optional=True)
         self.activation, self.norm = activation, norm
         self.epsilon, self.dtype = epsilon, dtype
         self.scale, self.norm_bias = _norm_parameters(
@@ -280,7 +278,6 @@ class NormDense(nnx.Module):
         bias_init: Initializer = _BIAS_INIT,
         rngs: nnx.Rngs,
     ):
-        check_norm("NormDense", "kind", kind, is_optional=False)
         self.kind, self.epsilon, self.dtype = kind, epsilon, dtype
         self.scale, self.norm_bias = _norm_parameters(
             kind, in_features, param_dtype, scale_init, norm_bias_init, rngs
