@@ -374,7 +374,7 @@ def backward(
     # 1. Quantize grad: dgrad contracts its columns, wgrad its rows.
     cols = len(kernel_layout.free)
     options = OperandOptions(len(x_layout.free), cols, reduce=product.reduce)
-    q, columnwise, grad_again, sums = _grad_operand(
+    rowwise, columnwise, grad_again, sums = _grad_operand(
         product, grad, grad_scales, options, differentiated
     )
 
@@ -385,7 +385,7 @@ def backward(
         with _contexts.gemm(GEMMType.DGRAD):
             dx = product.gemm(
                 GEMMType.DGRAD,
-                q,
+                rowwise,
                 kernel_again or kernel,
                 product.x_dtype,
                 swap,
@@ -400,7 +400,7 @@ def backward(
             dkernel = product.gemm(
                 GEMMType.WGRAD,
                 x_again or x,
-                grad_again or columnwise,
+                columnwise,
                 product.wgrad_dtype,
                 swap=not kernel_layout.contract_first,
                 group_sizes=group_sizes,
@@ -410,7 +410,7 @@ def backward(
         dbias = jnp.sum(sums, axis=tuple(range(sums.ndim - cols)))
 
     # 3. Give what was recorded, in the order of DotGeneralState.
-    grad = q if product.records_grad else None
+    grad = rowwise if product.records_grad else None
     again = x_again, kernel_again, grad_again
     quantized = [x, kernel, grad, output, input_grad, *again]
     ct = recipes.cotangent(
@@ -440,9 +440,9 @@ def _grad_operand(product, grad, scales, options, differentiated):
     that read it.
 
     Returns:
-        `(q, columnwise, again, sums)`: the operand of dgrad; that of wgrad, in the same
-        codes; or in codes of the second quantizer; and the sums of rows, which make the
-        gradient of the bias. None for what no product reads.
+        `(rowwise, columnwise, again, sums)`: the operand of dgrad; that of wgrad; once
+        more that of wgrad, where it has codes of its own; and the sums of rows, which
+        make the gradient of the bias. None for what no product reads.
     """
     needs_dx, needs_dkernel = "x" in differentiated, "kernel" in differentiated
     options = options._replace(column_sums="bias" in differentiated)
@@ -464,7 +464,7 @@ def _grad_operand(product, grad, scales, options, differentiated):
         q, more_sums = quantizer.quantize_operand(grad, scales[0], options)
         q = dataclasses.replace(q, data_t=None)
         sums = more_sums if sums is None else sums
-    return q, None, again, sums
+    return q, again, again, sums
 
 
 def _is_turned_late(q: QTensor) -> bool:

@@ -329,7 +329,8 @@ def _linearize(is_vjp, is_linear, *primals, product, tree):
             outs=tuple(outs),
         )
 
-    results = list(map(_mesh.placed_as, outs, results))
+    pairs = zip(outs, results, strict=True)
+    results = [_mesh.placed_as(out, result) for out, result in pairs]
     return _compat.linearized(results, residuals, linear)
 
 
