@@ -30,19 +30,26 @@ def not_wider(dtype, *operands):
     return dtype if promoted(widest, dtype) == widest else widest
 
 
+def dtypes_of(*operands) -> list:
+    """Return the dtypes of operands in high precision: of all but None, and but
+    QTensors without a source.
+    """
+    dtypes = []
+    for operand in operands:
+        if isinstance(operand, QTensor):
+            operand = operand.source
+        if operand is not None:
+            dtypes.append(operand.dtype)
+    return dtypes
+
+
 def compute_dtype(*arrays, dtype=None):
     """Return `dtype`, or the float dtype that the arrays promote to; a QTensor counts
     as its source.
     """
     if dtype is not None:
         return jnp.dtype(dtype)
-    dtypes = []
-    for array in arrays:
-        if isinstance(array, QTensor):
-            array = array.source
-        if array is not None:
-            dtypes.append(array.dtype)
-    common = promoted(*dtypes)
+    common = promoted(*dtypes_of(*arrays))
     if jnp.issubdtype(common, jnp.inexact):
         return common
     return promoted(common, jnp.float32)

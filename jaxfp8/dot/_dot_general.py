@@ -17,7 +17,7 @@ from .._jax import _mesh
 from ..ops import ClampedSwiGLU, _checks, _quantize_activation
 from ..recipes import DotGeneralState, GEMMType, QTensor, Recipe
 from . import _contexts
-from ._compute_dtype import not_wider, promoted
+from ._compute_dtype import dtypes_of, not_wider, promoted
 from ._contexts import current_layer
 from ._fused_input import Activated, FusedInput, Normalized, Pair, activated
 from ._gemms import Product
@@ -129,7 +129,8 @@ def dot_general(
         fp8_residual=recipe.fp8_residuals,
         layer=current_layer(),
     )
-    is_pair = isinstance(kernel.codes, Pair)  # of layers by rule
+    # of layers by rule, `[k, 2, n]`
+    is_pair = isinstance(kernel.value, Pair) and kernel.array.ndim == 3
     y, *values = multiply_operands(
         product,
         recipe,
@@ -178,7 +179,7 @@ def multiply_operands(
         y = jnp.zeros(out_shape(*product.layouts(*shapes)), jnp.float32)
         return [plus(y, bias, 0, product.out_dtype)]
     if why is not None:
-        dtype = not_wider(product.out_dtype, *high_precision_dtypes(x, kernel))
+        dtype = not_wider(product.out_dtype, *dtypes_of(x.value, kernel.value))
         with _contexts.high_precision(why):
             y = product.multiply_arrays(
                 recipes.value_of(*x, dtype),
@@ -193,6 +194,7 @@ def multiply_operands(
         array, q = operand.for_product(i, recipe, product.quantizers, can_fuse[i])
         arrays.append(array)
         codes.append(q)
+    product = dataclasses.replace(product, is_pair=isinstance(codes[1], Pair))
     scales = recipes.read(product.quantizers, state)
     y, *values = multiply(product, *arrays, bias, scales, tuple(codes), group_sizes)
     return [y, *values] if values else [checkpoint_name(y, OUTPUT_NAME)]
@@ -204,11 +206,11 @@ class Operand(NamedTuple):
     Attributes:
         array: the array; of a QTensor its source, without a source its data; of a
             fused input its values.
-        codes: the QTensor, or the fused input; else None.
+        value: the QTensor or the fused input; else the array.
     """
 
     array: jax.Array
-    codes: QTensor | FusedInput | None
+    value: jax.Array | QTensor | FusedInput
 
     def for_product(self, i, recipe, quantizers, can_fuse) -> tuple:
         """Return the array and the codes of operand i of a product in FP8.
@@ -217,16 +219,16 @@ class Operand(NamedTuple):
         input is quantized by the product where its quantizer has one scale, for both
         its products, and where `can_fuse`.
         """
-        array, codes = self
-        if isinstance(codes, QTensor):
-            return array, dataclasses.replace(codes, source=None)
-        if codes is None:
-            return self
+        array, value = self
+        if isinstance(value, QTensor):
+            return array, dataclasses.replace(value, source=None)
+        if not isinstance(value, FusedInput):
+            return array, None
         if recipe.fp8_residuals:
-            array = codes.values(fp8_residual=True)
+            array = value.values(fp8_residual=True)
         quantizer, second = quantizers.of_operand(i)
         has_one_scale = quantizer.has_one_scale and second == recipes.SharedCodes()
-        return array, codes.fixed if has_one_scale and can_fuse else None
+        return array, value.fixed if has_one_scale and can_fuse else None
 
 
 def operand(name: str, value) -> Operand:
@@ -239,10 +241,10 @@ def operand(name: str, value) -> Operand:
     if isinstance(value, QTensor):
         array = value.data if value.source is None else value.source
         return Operand(_mesh.without_reduced(array), value)
-    codes = value if isinstance(value, FusedInput) else None
-    array = value if codes is None else codes.value
-    array = _checks.high_precision(*name.split(": "), array)
-    return Operand(_mesh.without_reduced(array), codes)
+    is_fused = isinstance(value, FusedInput)
+    array = value.value if is_fused else value
+    array = _mesh.without_reduced(_checks.high_precision(*name.split(": "), array))
+    return Operand(array, value if is_fused else array)
 
 
 def result_dtype(op: str, preferred_element_type, *operands: Operand) -> np.dtype:
@@ -250,7 +252,7 @@ def result_dtype(op: str, preferred_element_type, *operands: Operand) -> np.dtyp
     high precision, else bfloat16.
     """
     if preferred_element_type is None:
-        dtypes = high_precision_dtypes(*operands)
+        dtypes = dtypes_of(*[operand.value for operand in operands])
         preferred_element_type = promoted(*dtypes) if dtypes else jnp.bfloat16
     return _checks.dtype(
         op, "preferred_element_type", preferred_element_type, _checks.HIGH_PRECISION
@@ -263,17 +265,6 @@ def _checked_bias(bias, kernel: Layout) -> jax.Array | None:
     bias = _mesh.without_reduced(_checks.high_precision("dot_general", "bias", bias))
     free = tuple(kernel.shape[d] for d in kernel.free)
     return _checks.shape("dot_general", "bias", bias, free)
-
-
-def high_precision_dtypes(*operands: Operand) -> list:
-    """Return the dtypes of the operands without codes, and of the sources of
-    QTensors.
-    """
-    dtypes = []
-    for x in operands:
-        if not isinstance(x.codes, QTensor) or not x.codes.is_all_of(x.array):
-            dtypes.append(x.array.dtype)
-    return dtypes
 
 
 def why_not_fp8(recipe, multiplications=math.inf) -> str | None:

@@ -193,7 +193,7 @@ class Normalized(FusedInput):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pair(FusedInput):
-    """Two kernels `[k, n]` of one dtype as one kernel `[k, 2, n]`, not joined yet.
+    """Two kernels `[k, n]` as one kernel `[k, 2, n]`, not joined yet.
 
     Attributes:
         x, second: the kernels.
@@ -212,7 +212,7 @@ class Pair(FusedInput):
 
     def values(self, fp8_residual: bool = False) -> jax.Array:
         """Return the values; see `FusedInput.values`."""
-        return jnp.stack([self.x, self.second.astype(self.x.dtype)], -2)
+        return jnp.stack([self.x, self.second], -2)
 
     @property
     def quantize(self) -> Callable[..., tuple]:
@@ -316,22 +316,19 @@ def normalized(
 
 
 def quantize_fused(
-    fused: FusedInput, quantizer: Any, scale: Any, reduce: Any
+    fused: FusedInput, quantizer: Any, scale: Any, options: OperandOptions
 ) -> QTensor:
     """Quantize a fused input as a matrix.
 
     Args:
         fused: the input.
         quantizer: that of the operand, which has one scale for the whole tensor.
-        scale: see `Quantizer.quantize_operand`.
-        reduce: the AmaxReduction of the product.
+        scale, options: see `Quantizer.quantize_operand`.
     """
 
     def current_amax():
         return ops.amax(fused.value)
 
-    cols = len(fused.shape) - fused.rows
-    options = OperandOptions(fused.rows, cols, reduce=reduce)
     return _quantize_by(fused.quantize, quantizer, scale, options, current_amax)[0]
 
 

@@ -56,8 +56,8 @@ class Product:
         fp8_residual: whether the backward of the activation reads codes of the result.
         records_grad: whether the state records the gradient of y; not where a transfer
             that brought it here has recorded it.
-        is_pair: whether the kernel `[k, 2, n]` is a Pair, known in the backward: the
-            halves of its gradient are read apart.
+        is_pair: whether the kernel `[k, 2, n]` is a Pair: the halves of its gradient
+            are read apart.
         layer: the path of the layer, for warnings, or None; equal products of two
             layers are one product.
         implementation: the implementation of the ops, where the product was made.
@@ -306,7 +306,7 @@ def _operand(product, i, operand, layout, codes, scales, is_read_again):
     else:
         q = codes
         if isinstance(codes, FusedInput):
-            q = quantize_fused(codes, quantizer, scale, product.reduce)
+            q = quantize_fused(codes, quantizer, scale, options)
             # A policy that saves the codes has no reason to compute the input again.
             q = as_read_residual(q)
         q = _in_order(product.names[i], q, layout, options.columnwise)

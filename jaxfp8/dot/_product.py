@@ -35,7 +35,6 @@ from ._autodiff import warn_of_state
 from ._fused_input import (
     ActivationGradient,
     FusedInput,
-    Pair,
     as_read_residual,
     compressed,
 )
@@ -168,7 +167,6 @@ def _batch(args, dims, *, product, tree):
     A batch of kernels without state is a batch of products too: as in a loop, each
     kernel has its own scale.
     """
-    args, dims, tree = _joined_pair(args, dims, tree)
     operands, product, out_dim = _batched(args, dims, product, tree)
     if batch_of(args, dims)[0] == 0:  # nothing to multiply
         outs = _abstract(*map(jax.typeof, operands), product=product, tree=tree)
@@ -176,19 +174,6 @@ def _batch(args, dims, *, product, tree):
     else:
         results = product_p.bind(*operands, product=product, tree=tree)
     return results, [out_dim] * len(results)
-
-
-def _joined_pair(args, dims, tree):
-    """Return the arguments of a batching rule with the joined kernel in place of a Pair
-    that has a batch and shares its state: the batch is one larger product.
-    """
-    (*first, state, codes, group_sizes), results = tree.unflatten(range(len(args)))
-    has_states = any(dims[i] is not None for i in jax.tree.leaves(state))
-    if not isinstance(codes[1], Pair) or dims[1] is None or has_states:
-        return args, dims, tree
-    operands = *first, state, (codes[0], None), group_sizes
-    kept, tree = jax.tree.flatten((operands, results))
-    return [args[i] for i in kept], [dims[i] for i in kept], tree
 
 
 def _batched(args, dims, product, tree):
@@ -304,9 +289,6 @@ def _linearize(is_vjp, is_linear, *primals, product, tree):
     types = tuple(map(jax.typeof, jax.tree.leaves((x, kernel, bias))))
     state_leaves = tuple([len(jax.tree.leaves(old)) for old in state.by_quantizer()])
 
-    is_pair = isinstance(codes[1], Pair)
-    backward_product = dataclasses.replace(product, is_pair=is_pair)
-
     # Operands without a tangent get no gradient: the backward leaves out their product.
     def linear(residuals, *tangents):
         tangents = [t for t, linear in zip(tangents, is_linear, strict=False) if linear]
@@ -320,7 +302,7 @@ def _linearize(is_vjp, is_linear, *primals, product, tree):
         return _linear_p.bind(
             *tangents,
             *residuals,
-            product=backward_product,
+            product=product,
             is_linear=tuple(is_linear),
             differentiated=differentiated,
             residual_tree=residual_tree,

@@ -188,11 +188,11 @@ def _check_operands(lhs_operand, rhs_operand, groups: int) -> None:
             f"lhs{list(lhs)} and {groups} group_sizes, got {rhs}"
         )
     for name, x in (("lhs", lhs_operand), ("rhs", rhs_operand)):
-        if isinstance(x.codes, QTensor) and not is_blockwise(x.codes):
+        if isinstance(x.value, QTensor) and not is_blockwise(x.value):
             raise ValueError(
                 f"ragged_dot: {name}: expected a QTensor of FP8 codes with one scale, "
-                f"or one for each block, got codes of {x.codes.data.dtype} and "
-                f"block={x.codes.block}"
+                f"or one for each block, got codes of {x.value.data.dtype} and "
+                f"block={x.value.block}"
             )
 
 
