@@ -18,7 +18,6 @@ from ..ops import ClampedSwiGLU, _checks, _quantize_activation
 from ..recipes import DotGeneralState, GEMMType, QTensor, Recipe
 from . import _contexts
 from ._compute_dtype import dtypes_of, not_wider, promoted
-from ._contexts import current_layer
 from ._fused_input import Activated, FusedInput, Normalized, Pair, activated
 from ._gemms import Product
 from ._high_precision import plus, wide
@@ -110,36 +109,28 @@ def dot_general(
         name = "activation: the product"
         _quantize_activation.check("dot_general", result, activation, name=name)
 
-    # 2. Describe the product as hashable data, by which JAX caches its programs, and
-    #    multiply. In high precision JAX checks what it gets.
+    # 2. Multiply. In high precision JAX checks what it gets.
     precise, why = frozenset(), why_not_fp8(recipe, size(*both))
     if why is None:
         out_sharding = spec_of("dot_general", out_sharding)
         precise = _precise(precision, recipe)
-    product = Product(
-        quantizers=quantizers,
-        dimension_numbers=numbers,
-        x_dtype=x.array.dtype,
-        wgrad_dtype=recipe.wgrad_dtype or kernel.array.dtype,
-        out_dtype=out_dtype,
-        out_sharding=out_sharding,
-        precise=precise,
-        reduce=recipes.AmaxReduction.for_recipe(recipe),
-        activation=activation,
-        fp8_residual=recipe.fp8_residuals,
-        layer=current_layer(),
-    )
-    # of layers by rule, `[k, 2, n]`
     is_pair = isinstance(kernel.value, Pair) and kernel.array.ndim == 3
     y, *values = multiply_operands(
-        product,
+        Product,
         recipe,
+        quantizers,
         state,
         why,
         (x, kernel),
         (both[0].is_rows_by_last, both[1].contract_first and is_pair),
         bias=bias,
         precision=precision,
+        dimension_numbers=numbers,
+        out_dtype=out_dtype,
+        precise=precise,
+        out_sharding=out_sharding,
+        activation=activation,
+        is_pair=is_pair,
     )
     if values:
         return Activated(y, activation, *values)
@@ -147,8 +138,9 @@ def dot_general(
 
 
 def multiply_operands(
-    product,
+    kind,
     recipe,
+    quantizers,
     state,
     why,
     operands,
@@ -157,22 +149,34 @@ def multiply_operands(
     bias=None,
     group_sizes=None,
     precision=None,
+    **fields,
 ) -> list[jax.Array]:
     """Multiply two operands: in FP8, or in high precision by JAX.
 
     Args:
-        product: the static part.
-        recipe, state: as `checked_recipe` returns them.
+        kind: the class of the product.
+        recipe, quantizers, state: as `checked_recipe` returns them.
         why: the reason for high precision, see `why_not_fp8`; None for FP8.
         operands: x and kernel.
         can_fuse: for each operand, whether a fused input is quantized by the product.
         bias, group_sizes: see `forward`.
         precision: that of a product in high precision.
+        fields: what else the product has.
 
     Returns:
         The results of `multiply`; in high precision y alone.
     """
     x, kernel = operands
+    # The product as hashable data, by which JAX caches its programs.
+    product = kind(
+        quantizers=quantizers,
+        x_dtype=x.array.dtype,
+        wgrad_dtype=recipe.wgrad_dtype or kernel.array.dtype,
+        reduce=recipes.AmaxReduction.for_recipe(recipe),
+        fp8_residual=recipe.fp8_residuals,
+        layer=_contexts.current_layer(),
+        **fields,
+    )
     shapes = x.array.shape, kernel.array.shape
     if 0 in (*shapes[0], *shapes[1]):
         # There is no element: gradients are zero, the state is not touched.
@@ -189,14 +193,12 @@ def multiply_operands(
                 wide(product.out_dtype, bias),
             )
         return [plus(y, bias, 0, product.out_dtype)]
-    arrays, codes = [], []
+    both = []
     for i, operand in enumerate(operands):
-        array, q = operand.for_product(i, recipe, product.quantizers, can_fuse[i])
-        arrays.append(array)
-        codes.append(q)
-    product = dataclasses.replace(product, is_pair=isinstance(codes[1], Pair))
-    scales = recipes.read(product.quantizers, state)
-    y, *values = multiply(product, *arrays, bias, scales, tuple(codes), group_sizes)
+        both.append(operand.for_product(i, recipe, quantizers, can_fuse[i]))
+    arrays, codes = zip(*both, strict=True)
+    scales = recipes.read(quantizers, state)
+    y, *values = multiply(product, *arrays, bias, scales, codes, group_sizes)
     return [y, *values] if values else [checkpoint_name(y, OUTPUT_NAME)]
 
 

@@ -13,14 +13,12 @@ from .. import ops
 from .._jax import _mesh
 from ..ops import _checks
 from ..recipes import (
-    AmaxReduction,
     DotGeneralState,
     GEMMType,
     HighPrecisionQuantizer,
     QTensor,
     Recipe,
 )
-from . import _contexts
 from ._compute_dtype import compute_dtype, promoted, to_compute
 from ._dot_general import (
     checked_recipe,
@@ -135,27 +133,21 @@ def ragged_product(
     if why is None:
         _check_recipe(recipe, quantizers)
 
-    # 2. Describe the product as hashable data, and multiply.
-    product = RaggedProduct(
-        quantizers=quantizers,
-        dimension_numbers=(((1,), (1,)), ((), ())),
-        x_dtype=lhs.array.dtype,
-        wgrad_dtype=recipe.wgrad_dtype or rhs.array.dtype,
-        out_dtype=result_dtype(op, preferred_element_type, lhs, rhs),
-        precise=frozenset(recipe.precise),
-        reduce=AmaxReduction.for_recipe(recipe),
-        records_grad=records_grad,
-        has_zeros_beyond=has_zeros_beyond,
-        layer=_contexts.current_layer(),
-    )
+    # 2. Multiply.
     (y,) = multiply_operands(
-        product,
+        RaggedProduct,
         recipe,
+        quantizers,
         state,
         why,
         (lhs, rhs),
         (keeps_zeros, False),
         group_sizes=group_sizes,
+        dimension_numbers=(((1,), (1,)), ((), ())),
+        out_dtype=result_dtype(op, preferred_element_type, lhs, rhs),
+        precise=frozenset(recipe.precise),
+        records_grad=records_grad,
+        has_zeros_beyond=has_zeros_beyond,
     )
     return y
 
