@@ -167,12 +167,15 @@ def multiply_operands(
         The results of `multiply`; in high precision y alone.
     """
     x, kernel = operands
+    reduce = recipes.no_reduction
+    if why is None:
+        reduce = recipes.AmaxReduction.for_recipe(recipe)
     # The product as hashable data, by which JAX caches its programs.
     product = kind(
         quantizers=quantizers,
         x_dtype=x.array.dtype,
         wgrad_dtype=recipe.wgrad_dtype or kernel.array.dtype,
-        reduce=recipes.AmaxReduction.for_recipe(recipe),
+        reduce=reduce,
         fp8_residual=recipe.fp8_residuals,
         layer=_contexts.current_layer(),
         **fields,
