@@ -66,6 +66,7 @@ CASES = [
     ),
     Case("mk,kn->mn", (5, 1), (7, 3), "m,n->mn", x_first="mk->m", kernel_first="kn->n"),
     Case("bmk,bkn->bmn", (1, 5, 7), (1, 7, 3)),
+    Case("mm,mn->mn", (1, 7), (7, 3), "m,mn->mn", x_first="am->m"),
     # Labels of one operand alone, summed before it is quantized.
     Case("amk,kn->mn", (3, 5, 7), (7, 3), "mk,kn->mn", x_first="amk->mk"),
     Case("mk,akn->mn", (5, 7), (2, 7, 3), "mk,kn->mn", kernel_first="akn->kn"),
