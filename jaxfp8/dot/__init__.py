@@ -32,4 +32,4 @@ from ._fused_input import (
     normalized,
 )
 from ._layers_by_rule import Parameters, dense_layers, gated_layers, layers_call
-from ._ragged_dot import ragged_dot, ragged_linear, ragged_product
+from ._ragged_dot import ragged_dot, ragged_product

@@ -19,7 +19,7 @@ from ..recipes import (
     QTensor,
     Recipe,
 )
-from ._compute_dtype import compute_dtype, promoted, to_compute
+from ._compute_dtype import promoted
 from ._dot_general import (
     checked_recipe,
     multiply_operands,
@@ -150,24 +150,6 @@ def ragged_product(
         has_zeros_beyond=has_zeros_beyond,
     )
     return y
-
-
-def ragged_linear(product, x, kernel, group_sizes, by, *, dtype) -> jax.Array:
-    """Multiply groups of rows of x by the matrices of a kernel, in the compute dtype of
-    a layer.
-
-    Args:
-        product: a function like `ragged_dot` without recipe and state, which takes
-            `by` too.
-        x: an array `[m, k]`, or a FusedInput.
-        kernel: an array or codes `[g, k, n]`.
-        group_sizes: int32 `[g]`.
-        by: the function in place of `ragged_dot`.
-        dtype: the dtype of the layer, see `compute_dtype`.
-    """
-    dtype = compute_dtype(x, kernel, dtype=dtype)
-    x = to_compute(x, dtype)
-    return product(x, kernel, group_sizes, preferred_element_type=dtype, by=by)
 
 
 def _check_operands(lhs_operand, rhs_operand, groups: int) -> None:

@@ -26,7 +26,6 @@ from ..dot import (
     linear,
     mixture,
     norm_of_layer,
-    ragged_linear,
     sizes,
 )
 from ..ops import ClampedSwiGLU, check_activation
@@ -412,4 +411,4 @@ class RaggedDense(nn.Module):
         shape = (self.count, x.shape[-1], self.features)
         kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
         product = Fp8RaggedDot(recipe=self.recipe)
-        return ragged_linear(product, x, kernel, group_sizes, by, dtype=self.dtype)
+        return product(x, kernel, group_sizes, self.dtype, by)

@@ -24,7 +24,6 @@ from ..dot import (
     linear,
     mixture,
     norm_of_layer,
-    ragged_linear,
     sizes,
 )
 from ..ops import ClampedSwiGLU, check_activation
@@ -388,6 +387,4 @@ class RaggedLinear(nnx.Module):
         self, x: ArrayLike | FusedInput, group_sizes: jax.Array, by: Any
     ) -> jax.Array:
         kernel = self.kernel.get_value()
-        return ragged_linear(
-            self.ragged_dot, x, kernel, group_sizes, by, dtype=self.dtype
-        )
+        return self.ragged_dot(x, kernel, group_sizes, self.dtype, by)
