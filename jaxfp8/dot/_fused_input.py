@@ -77,11 +77,6 @@ class FusedInput:
         return self.x.shape
 
     @property
-    def rows(self) -> int:
-        """Return the number of dimensions that are rows of the matrix of values."""
-        return len(self.shape) - 1
-
-    @property
     def dtype(self) -> jnp.dtype:
         """Return the dtype of the values, where they are not codes."""
         return self.x.dtype
@@ -149,7 +144,7 @@ class Activated(FusedInput):
             ops.quantize_activation,
             self.x,
             activation=self.activation,
-            rows=self.rows,
+            rows=len(self.shape) - 1,
         )
 
 
@@ -186,7 +181,7 @@ class Normalized(FusedInput):
             self.bias,
             kind=self.kind,
             epsilon=self.epsilon,
-            rows=self.rows,
+            rows=len(self.shape) - 1,
         )
 
 
@@ -201,8 +196,6 @@ class Pair(FusedInput):
 
     x: jax.Array
     second: jax.Array
-
-    rows = 1
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -361,8 +354,6 @@ def quantize_gradient(
         with using("reference"):
             return ops.amax(values())
 
-    has_sums = options.columnwise and options.column_sums
-
     def quantize(scale, dtype, amax, with_amax):
         return ops.quantize_activation_grad(
             grad.y,
@@ -370,16 +361,15 @@ def quantize_gradient(
             scale,
             dtype,
             activation=grad.activation,
-            transpose=options.columnwise,
+            # the pass that writes columns has their sums
+            transpose=options.columnwise or options.column_sums,
             amax=amax,
             with_amax=with_amax,
             rows=options.rows,
-            column_sums=has_sums,
+            column_sums=options.column_sums,
         )
 
     q, *sums = _quantize_by(quantize, quantizer, scale, options, current_amax)
-    if options.column_sums and not has_sums:
-        sums = [options.sum_rows(values())]
     return q, *(sums or [None])
 
 

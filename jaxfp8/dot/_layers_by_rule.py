@@ -302,15 +302,13 @@ class GatedCall(LayersCall):
         """Compare the module with the rule, and compute gate and up."""
         self._check_activation(self._traced())
         kernels, biases, states = zip(*self.parts(), strict=True)
-        bias = None
-        if biases[0] is not None:
-            bias = jnp.concatenate([bias.reshape(1, -1) for bias in biases])
+        bias = None if biases[0] is None else jnp.stack(biases)
         parameters = Parameters(Pair(*kernels), bias, _first_of(*states))
         self.hidden = self.multiply(
             self.joined[0], self.first, self.x, parameters, self.activation
         )
-        for name, y in zip(self.joined, jnp.split(self.hidden.x, 2, -2), strict=True):
-            self.results[name] = jnp.squeeze(y, -2)
+        parts = jnp.unstack(self.hidden.x, axis=-2)
+        self.results.update(zip(self.joined, parts, strict=True))
 
     def _traced(self):
         """Trace the x of down as a function of gate and up, in float32."""

@@ -25,14 +25,19 @@ class Layout:
 
     Attributes:
         shape: the shape of the operand.
-        batch, free, contract: the operand's dimensions by their part in the product.
-            `contract` lists them in the same order as in the other operand's layout.
+        batch, contract: the operand's dimensions by their part in the product, in the
+            same order as in the other operand's layout.
     """
 
     shape: tuple[int, ...]
     batch: tuple[int, ...]
-    free: tuple[int, ...]
     contract: tuple[int, ...]
+
+    @functools.cached_property
+    def free(self) -> tuple[int, ...]:
+        """Return the other dimensions, in their order."""
+        used = self.batch + self.contract
+        return tuple([d for d in range(len(self.shape)) if d not in used])
 
     @functools.cached_property
     def contract_first(self) -> bool:
@@ -121,8 +126,8 @@ def layouts(x_shape, kernel_shape, dimension_numbers) -> tuple[Layout, Layout]:
     contract, (x_batch, kernel_batch) = dimension_numbers
     pairs = sorted(zip(*contract, strict=True))
     return (
-        _layout(x_shape, x_batch, [p[0] for p in pairs]),
-        _layout(kernel_shape, kernel_batch, [p[1] for p in pairs]),
+        Layout(tuple(x_shape), x_batch, tuple([p[0] for p in pairs])),
+        Layout(tuple(kernel_shape), kernel_batch, tuple([p[1] for p in pairs])),
     )
 
 
@@ -138,12 +143,6 @@ def out_shape(x: Layout, kernel: Layout) -> tuple[int, ...]:
 def size(x: Layout, kernel: Layout) -> int:
     """Return the number of multiplications of a product."""
     return math.prod(out_shape(x, kernel)) * math.prod(x.shape[d] for d in x.contract)
-
-
-def _layout(shape, batch, contract) -> Layout:
-    used = (*batch, *contract)
-    free = tuple([d for d in range(len(shape)) if d not in used])
-    return Layout(tuple(shape), tuple(batch), free, tuple(contract))
 
 
 def both_layouts(

@@ -203,7 +203,7 @@ class RaggedProduct(Product):
         """Return the layouts of operands of these shapes; the matrices of rhs are a
         batch.
         """
-        return Layout(x_shape, (), (0,), (1,)), Layout(kernel_shape, (0,), (2,), (1,))
+        return Layout(x_shape, (), (1,)), Layout(kernel_shape, (0,), (1,))
 
     def in_groups(self, x, group_sizes):
         """Set the rows of x beyond the last group to zero."""
