@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from ..ops import ClampedSwiGLU, _checks, is_gated
-from ._compute_dtype import to_compute
+from ._compute_dtype import compute_dtype, to_compute
 from ._fused_input import activated
 from ._ragged_dot import ragged_product
 
@@ -78,8 +78,7 @@ def mixture(
     x, expert, weights = _checked(x, expert, weights)
     leading, chosen = x.shape[:-1], expert.shape[-1]
     x = x.reshape(-1, x.shape[-1])
-    if layer.dtype is not None:
-        x = to_compute(x, layer.dtype)
+    x = to_compute(x, compute_dtype(x, dtype=layer.dtype))
     # 1. Bring each row to its expert.
     way = route(expert.reshape(-1), layer.count)
     rows = way.placed(jnp.repeat(x, chosen, axis=0))
