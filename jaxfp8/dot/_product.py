@@ -183,8 +183,7 @@ def _batched(args, dims, product, tree):
     args, (positions, results) = list(args), tree.unflatten(range(len(args)))
     _, _, bias, state, (x_codes, _), group_sizes = positions
     is_ragged, has_kernels = group_sizes is not None, dims[1] is not None
-    others = jax.tree.leaves(positions[2:])
-    batched = [i for i in others if dims[i] is not None]
+    batched = [i for i in jax.tree.leaves(positions[2:]) if dims[i] is not None]
     # 1. A fused input with a batch of its own x alone is more rows: move this batch as
     #    that of x.
     is_fused = isinstance(x_codes, FusedInput) and batched == [x_codes.x]
