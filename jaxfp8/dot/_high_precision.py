@@ -30,17 +30,17 @@ def is_blockwise(q: QTensor) -> bool:
 
 def multiply_dequantized(a, b, out_dtype, batch, bias):
     """Multiply the values of two QTensors."""
+    ends = a.ndim - a.cols, b.ndim - b.cols  # of batch dimensions and rows
+    contract = tuple(range(ends[0], a.ndim)), tuple(range(ends[1], b.ndim))
     leading = tuple(range(batch))
-    contract = [tuple(range(q.ndim - q.cols, q.ndim)) for q in (a, b)]
-    numbers = contract, (leading, leading)
 
     def multiply(a, b):
         return lax.dot_general(
             a,
             b,
-            numbers,
+            (contract, (leading, leading)),
             preferred_element_type=promoted(a, wide(out_dtype, bias)),
-            out_sharding=_out_sharding(a, b, numbers),
+            out_sharding=_out_sharding(a, b, batch, ends),
         )
 
     return plus(multiply_values(multiply, a, b, out_dtype), bias, batch, out_dtype)
@@ -75,7 +75,7 @@ def wide(out_dtype, bias):
     return out_dtype if bias is None else np.dtype(np.float32)
 
 
-def _out_sharding(a, b, numbers):
+def _out_sharding(a, b, batch, ends):
     """Return the sharding of a product whose contracted dimensions a mesh with explicit
     axes may cut, where JAX does not choose; None elsewhere.
 
@@ -84,12 +84,8 @@ def _out_sharding(a, b, numbers):
     mesh = jax.typeof(a).sharding.mesh
     if not mesh.explicit_axes:
         return None
-    (a_contract, b_contract), (batch, _) = numbers
-    entries = []
-    for x, left_out in ((a, a_contract), (b, (*batch, *b_contract))):
-        spec = jax.typeof(x).sharding.spec
-        entries += [axes for i, axes in enumerate(spec) if i not in left_out]
-    return NamedSharding(mesh, _mesh.once(entries))
+    rows, cols = jax.typeof(a).sharding.spec, jax.typeof(b).sharding.spec
+    return NamedSharding(mesh, _mesh.once([*rows[: ends[0]], *cols[batch : ends[1]]]))
 
 
 def multiply_by(qgemm, a, b, gemm_type, out_dtype, batch, bias, swap):

@@ -39,6 +39,7 @@ from ._fused_input import (
     compressed,
 )
 from ._gemms import backward, forward
+from ._high_precision import plus
 
 # Name for rematerialization policies (checkpoint_policies.py).
 OUTPUT_NAME = "jaxfp8_gemm_output"
@@ -88,9 +89,7 @@ def multiply_float32(product, x, kernel, bias, state, codes, group_sizes):
     y = product.multiply_arrays(
         x, kernel, group_sizes, lax.Precision.HIGHEST, jnp.float32
     )
-    if bias is not None:
-        y += jnp.broadcast_to(bias.astype(jnp.float32), y.shape)
-    return y
+    return plus(y, bias, 0, jnp.float32)
 
 
 def _primal(*leaves, product, tree):
