@@ -5,7 +5,6 @@ wgrad; fused inputs.
 from ._autodiff import Static, vmapped_state, warn_of_state
 from ._calls import DotGeneralCall, EinsumCall, NoClassAsProduct, RaggedDotCall
 from ._compute_dtype import (
-    check_norm,
     gated_activation,
     linear,
     norm_of_layer,
@@ -33,4 +32,4 @@ from ._fused_input import (
     normalized,
 )
 from ._layers_by_rule import Parameters, dense_layers, gated_layers, layers_call
-from ._ragged_dot import ragged_dot, ragged_linear, ragged_product
+from ._ragged_dot import ragged_dot, ragged_product

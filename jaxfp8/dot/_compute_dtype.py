@@ -30,19 +30,26 @@ def not_wider(dtype, *operands):
     return dtype if promoted(widest, dtype) == widest else widest
 
 
+def dtypes_of(*operands) -> list:
+    """Return the dtypes of operands in high precision: of all but None, and but
+    QTensors without a source.
+    """
+    dtypes = []
+    for operand in operands:
+        if isinstance(operand, QTensor):
+            operand = operand.source
+        if operand is not None:
+            dtypes.append(operand.dtype)
+    return dtypes
+
+
 def compute_dtype(*arrays, dtype=None):
     """Return `dtype`, or the float dtype that the arrays promote to; a QTensor counts
     as its source.
     """
     if dtype is not None:
         return jnp.dtype(dtype)
-    dtypes = []
-    for array in arrays:
-        if isinstance(array, QTensor):
-            array = array.source
-        if array is not None:
-            dtypes.append(array.dtype)
-    common = promoted(*dtypes)
+    common = promoted(*dtypes_of(*arrays))
     if jnp.issubdtype(common, jnp.inexact):
         return common
     return promoted(common, jnp.float32)
@@ -121,12 +128,3 @@ def gated_activation(
             "pass a jaxfp8.ops.ClampedSwiGLU"
         )
     return f"{activation}_gated"
-
-
-def check_norm(layer: str, argument: str, kind: str | None, is_optional: bool) -> None:
-    """Raise a ValueError unless `kind`, the argument of a layer, is a norm, or None
-    where the norm is optional.
-    """
-    if kind not in ("rms", "layer") and not (is_optional and kind is None):
-        needed = '"rms", "layer" or None' if is_optional else '"rms" or "layer"'
-        raise ValueError(f"{layer}: {argument}: expected {needed}, got {kind!r}")

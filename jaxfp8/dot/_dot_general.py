@@ -17,12 +17,11 @@ from .._jax import _mesh
 from ..ops import ClampedSwiGLU, _checks, _quantize_activation
 from ..recipes import DotGeneralState, GEMMType, QTensor, Recipe
 from . import _contexts
-from ._compute_dtype import not_wider, promoted
-from ._contexts import current_layer
+from ._compute_dtype import dtypes_of, not_wider, promoted
 from ._fused_input import Activated, FusedInput, Normalized, Pair, activated
 from ._gemms import Product
-from ._high_precision import plus
-from ._layout import Layout, checked_numbers, layouts, out_shape
+from ._high_precision import plus, wide
+from ._layout import Layout, checked_numbers, layouts, out_shape, size
 from ._product import OUTPUT_NAME, multiply
 
 
@@ -88,25 +87,21 @@ def dot_general(
 
     Raises:
         TypeError: an operand's or the result's dtype is not bfloat16, float16 or
-            float32; `state` is not a DotGeneralState, `recipe` not a Recipe,
-            `out_sharding` no sharding, or `dimension_numbers` are not pairs of ints;
-            the gradient of a QTensor without a source; second derivatives and forward
-            mode.
-        ValueError: shapes do not fit; the recipe's state is missing, or has another
-            shape or history length; `precision` is not listed above; `activation` is
-            unknown, or gated and the product is not `[..., 2, n]`.
+            float32; `state` is not a DotGeneralState, `recipe` not a Recipe, or
+            `out_sharding` no sharding; the gradient of a QTensor without a source;
+            second derivatives and forward mode.
+        ValueError: `dimension_numbers` are malformed or do not fit the shapes; the
+            recipe's state is missing, or has another shape or history length;
+            `precision` is not listed above; `activation` is unknown, or gated and the
+            product is not `[..., 2, n]`.
     """
     # 1. Check the operands: shapes come first, because a missing state is often the
     #    state of another layer.
-    fused = x if isinstance(x, FusedInput) else None
-    pair = kernel if isinstance(kernel, Pair) else None  # of layers by rule
     x, kernel = operand("dot_general: x", x), operand("dot_general: kernel", kernel)
-    numbers = checked_numbers(dimension_numbers)
-    both = layouts(x.array.shape, kernel.array.shape, numbers)
-    if isinstance(recipe, recipes.HighPrecision):
-        recipe = None
-    if recipe is not None:
-        quantizers, state = checked_quantizers("dot_general", recipe, state)
+    shapes = x.array.shape, kernel.array.shape
+    numbers = checked_numbers(dimension_numbers, *shapes)
+    both = layouts(*shapes, numbers)
+    recipe, quantizers, state = checked_recipe("dot_general", recipe, state)
     out_dtype = result_dtype("dot_general", preferred_element_type, x, kernel)
     bias = _checked_bias(bias, both[1])
     if activation is not None:
@@ -114,71 +109,135 @@ def dot_general(
         name = "activation: the product"
         _quantize_activation.check("dot_general", result, activation, name=name)
 
-    # 2. Leave to JAX what does not run in FP8: empty, high precision, and small
-    #    products.
-    if 0 in (*x.array.shape, *kernel.array.shape):
-        # There is no element: gradients are zero, the state is not touched.
-        y = jnp.zeros(out_shape(*both), jnp.float32)
-        return _activated(plus(y, bias, 0, out_dtype), activation)
-    if recipe is None or is_small(recipe, *both):
-        y = _without_fp8(
-            recipe, x, kernel, bias, numbers, precision, out_dtype, out_sharding
-        )
-        return _activated(y, activation)
-
-    # 3. Describe the product as hashable data, by which JAX caches its programs, and
-    #    multiply.
-    if fused is not None:
-        can_fuse = both[0].is_rows_by_last
-        x = fused_operand(0, x, fused, recipe, quantizers, can_fuse)
-    if pair is not None:
-        can_fuse = both[1].contract_first
-        kernel = fused_operand(1, kernel, pair, recipe, quantizers, can_fuse)
-    product = Product(
-        quantizers=quantizers,
+    # 2. Multiply. In high precision JAX checks what it gets.
+    precise, why = frozenset(), why_not_fp8(recipe, size(*both))
+    if why is None:
+        out_sharding = spec_of("dot_general", out_sharding)
+        precise = _precise(precision, recipe)
+    is_pair = isinstance(kernel.value, Pair) and kernel.array.ndim == 3
+    y, *values = multiply_operands(
+        Product,
+        recipe,
+        quantizers,
+        state,
+        why,
+        (x, kernel),
+        (both[0].is_rows_by_last, both[1].contract_first and is_pair),
+        bias=bias,
+        precision=precision,
         dimension_numbers=numbers,
-        x_dtype=x.array.dtype,
-        wgrad_dtype=recipe.wgrad_dtype or kernel.array.dtype,
         out_dtype=out_dtype,
-        out_sharding=spec_of("dot_general", out_sharding),
-        precise=_precise(precision, recipe),
-        reduce=recipes.AmaxReduction.for_recipe(recipe),
+        precise=precise,
+        out_sharding=out_sharding,
         activation=activation,
-        fp8_residual=recipe.fp8_residuals,
-        is_pair=isinstance(kernel.codes, Pair),
-        layer=current_layer(),
+        is_pair=is_pair,
     )
-    scales = recipes.read(quantizers, state)
-    codes = x.codes_alone, kernel.codes_alone
-    y, *values = multiply(product, x.array, kernel.array, bias, scales, codes, None)
     if values:
         return Activated(y, activation, *values)
-    return _activated(checkpoint_name(y, OUTPUT_NAME), activation)
+    return y if activation is None else activated(y, activation)
+
+
+def multiply_operands(
+    kind,
+    recipe,
+    quantizers,
+    state,
+    why,
+    operands,
+    can_fuse,
+    *,
+    bias=None,
+    group_sizes=None,
+    precision=None,
+    **fields,
+) -> list[jax.Array]:
+    """Multiply two operands: in FP8, or in high precision by JAX.
+
+    Args:
+        kind: the class of the product.
+        recipe, quantizers, state: as `checked_recipe` returns them.
+        why: the reason for high precision, see `why_not_fp8`; None for FP8.
+        operands: x and kernel.
+        can_fuse: for each operand, whether a fused input is quantized by the product.
+        bias, group_sizes: see `forward`.
+        precision: that of a product in high precision.
+        fields: what else the product has.
+
+    Returns:
+        The results of `multiply`; in high precision y alone.
+    """
+    x, kernel = operands
+    reduce = recipes.no_reduction
+    if why is None:
+        reduce = recipes.AmaxReduction.for_recipe(recipe)
+    # The product as hashable data, by which JAX caches its programs.
+    product = kind(
+        quantizers=quantizers,
+        x_dtype=x.array.dtype,
+        wgrad_dtype=recipe.wgrad_dtype or kernel.array.dtype,
+        reduce=reduce,
+        fp8_residual=recipe.fp8_residuals,
+        layer=_contexts.current_layer(),
+        **fields,
+    )
+    shapes = x.array.shape, kernel.array.shape
+    if 0 in (*shapes[0], *shapes[1]):
+        # There is no element: gradients are zero, the state is not touched.
+        y = jnp.zeros(out_shape(*product.layouts(*shapes)), jnp.float32)
+        return [plus(y, bias, 0, product.out_dtype)]
+    if why is not None:
+        dtype = not_wider(product.out_dtype, *dtypes_of(x.value, kernel.value))
+        with _contexts.high_precision(why):
+            y = product.multiply_arrays(
+                recipes.value_of(*x, dtype),
+                recipes.value_of(*kernel, dtype),
+                group_sizes,
+                precision,
+                wide(product.out_dtype, bias),
+            )
+        return [plus(y, bias, 0, product.out_dtype)]
+    both = []
+    for i, operand in enumerate(operands):
+        both.append(operand.for_product(i, recipe, quantizers, can_fuse[i]))
+    arrays, codes = zip(*both, strict=True)
+    scales = recipes.read(quantizers, state)
+    y, *values = multiply(product, *arrays, bias, scales, codes, group_sizes)
+    return [y, *values] if values else [checkpoint_name(y, OUTPUT_NAME)]
 
 
 class Operand(NamedTuple):
     """An operand of a product.
 
     Attributes:
-        array: the array; of a QTensor its source, without a source its data.
-        codes: the QTensor, or the fused input that the product quantizes; else None.
+        array: the array; of a QTensor its source, without a source its data; of a
+            fused input its values.
+        value: the QTensor or the fused input; else the array.
     """
 
     array: jax.Array
-    codes: QTensor | FusedInput | None
+    value: jax.Array | QTensor | FusedInput
 
-    @property
-    def codes_alone(self) -> QTensor | FusedInput | None:
-        """Return the codes without their source, which is the array: gradients reach it
-        there.
+    def for_product(self, i, recipe, quantizers, can_fuse) -> tuple:
+        """Return the array and the codes of operand i of a product in FP8.
+
+        Codes have no source, which is the array: gradients reach it there. A fused
+        input is quantized by the product where its quantizer has one scale, for both
+        its products, and where `can_fuse`.
         """
-        if isinstance(self.codes, QTensor):
-            return dataclasses.replace(self.codes, source=None)
-        return self.codes
+        array, value = self
+        if isinstance(value, QTensor):
+            return array, dataclasses.replace(value, source=None)
+        if not isinstance(value, FusedInput):
+            return array, None
+        if recipe.fp8_residuals:
+            array = value.values(fp8_residual=True)
+        quantizer, second = quantizers.of_operand(i)
+        has_one_scale = quantizer.has_one_scale and second == recipes.SharedCodes()
+        return array, value.fixed if has_one_scale and can_fuse else None
 
 
 def operand(name: str, value) -> Operand:
-    """Return an argument as an operand; a fused input counts as its values.
+    """Return an argument as an operand.
 
     Args:
         name: the op and the argument, for messages.
@@ -187,19 +246,10 @@ def operand(name: str, value) -> Operand:
     if isinstance(value, QTensor):
         array = value.data if value.source is None else value.source
         return Operand(_mesh.without_reduced(array), value)
-    array = value.value if isinstance(value, FusedInput) else value
-    array = _checks.high_precision(*name.split(": "), array)
-    return Operand(_mesh.without_reduced(array), None)
-
-
-def fused_operand(i, x, fused: FusedInput, recipe, quantizers, can_fuse) -> Operand:
-    """Return operand i of a fused input: fused where its quantizer has one scale, for
-    both its products, and where `can_fuse`.
-    """
-    array = fused.values(fp8_residual=True) if recipe.fp8_residuals else x.array
-    quantizer, second = quantizers.of_operand(i)
-    has_one_scale = quantizer.has_one_scale and second == recipes.SharedCodes()
-    return Operand(array, fused.fixed if has_one_scale and can_fuse else None)
+    is_fused = isinstance(value, FusedInput)
+    array = value.value if is_fused else value
+    array = _mesh.without_reduced(_checks.high_precision(*name.split(": "), array))
+    return Operand(array, value if is_fused else array)
 
 
 def result_dtype(op: str, preferred_element_type, *operands: Operand) -> np.dtype:
@@ -207,7 +257,7 @@ def result_dtype(op: str, preferred_element_type, *operands: Operand) -> np.dtyp
     high precision, else bfloat16.
     """
     if preferred_element_type is None:
-        dtypes = high_precision_dtypes(*operands)
+        dtypes = dtypes_of(*[operand.value for operand in operands])
         preferred_element_type = promoted(*dtypes) if dtypes else jnp.bfloat16
     return _checks.dtype(
         op, "preferred_element_type", preferred_element_type, _checks.HIGH_PRECISION
@@ -222,51 +272,26 @@ def _checked_bias(bias, kernel: Layout) -> jax.Array | None:
     return _checks.shape("dot_general", "bias", bias, free)
 
 
-def _activated(y, activation):
-    """Return the product y, or with an activation the `Activated` of it."""
-    return y if activation is None else activated(y, activation)
-
-
-def _without_fp8(recipe, x, kernel, bias, numbers, precision, out_dtype, out_sharding):
-    """Return the product of the values of two operands, with the bias."""
-    dtype = not_wider(out_dtype, *high_precision_dtypes(x, kernel))
-    with _contexts.high_precision(why(recipe)):
-        y = lax.dot_general(
-            recipes.value_of(*x, dtype),
-            recipes.value_of(*kernel, dtype),
-            numbers,
-            precision=precision,
-            # a bias is added in float32
-            preferred_element_type=out_dtype if bias is None else jnp.float32,
-            out_sharding=out_sharding,
-        )
-    return plus(y, bias, 0, out_dtype)
-
-
-def is_small(recipe, x, kernel) -> bool:
-    """Tell whether the product of operands with these layouts is below the recipe's
-    `min_size`.
+def why_not_fp8(recipe, multiplications=math.inf) -> str | None:
+    """Return the reason why a product is in high precision,
+    a clause; None for FP8.
     """
-    size = math.prod(out_shape(x, kernel)) * math.prod(x.shape[d] for d in x.contract)
-    return size < recipe.min_size**3
-
-
-def high_precision_dtypes(*operands: Operand) -> list:
-    """Return the dtypes of the operands without codes, and of the sources of
-    QTensors.
-    """
-    dtypes = []
-    for x in operands:
-        if x.codes is None or not x.codes.is_all_of(x.array):
-            dtypes.append(x.array.dtype)
-    return dtypes
-
-
-def why(recipe) -> str:
-    """Return the reason why a product is in high precision, a clause."""
-    if recipe is not None:
+    if isinstance(recipe, recipes.HighPrecision):
+        return "autocast is off" if recipes.is_off() else "the recipe is None"
+    if multiplications < recipe.min_size**3:
         return f"smaller than min_size={recipe.min_size} of the recipe"
-    return "autocast is off" if recipes.is_off() else "the recipe is None"
+    return None
+
+
+def checked_recipe(op: str, recipe, state) -> tuple:
+    """Return a recipe, its quantizers and the state, arguments of `op`; high precision
+    for no recipe, whose state is not read.
+    """
+    if recipe is None:
+        recipe = recipes.HighPrecision()
+    if isinstance(recipe, recipes.HighPrecision):
+        return recipe, recipe.quantizers(), None
+    return recipe, *checked_quantizers(op, recipe, state)
 
 
 def checked_quantizers(
@@ -320,29 +345,15 @@ def spec_of(op: str, out_sharding) -> PartitionSpec | None:
     return spec
 
 
-# Whether a precision is more than the recipe's own.
-_IS_PRECISE = {
-    None: False,
-    "default": False,
-    "fastest": False,
-    lax.Precision.DEFAULT: False,
-    "high": True,
-    "highest": True,
-    "float32": True,
-    lax.Precision.HIGH: True,
-    lax.Precision.HIGHEST: True,
-}
-
-
 def _precise(precision, recipe) -> frozenset:
     """Return the names of the products that accumulate precisely."""
     both = precision if isinstance(precision, (tuple, list)) else (precision,)
-    are_precise = set(map(_IS_PRECISE.get, both))
-    if are_precise == {False}:
-        return frozenset(recipe.precise)
-    if are_precise == {True}:
-        return frozenset(GEMMType)
-    raise ValueError(
-        "dot_general: precision: expected None, DEFAULT, HIGH or HIGHEST for both "
-        f"operands, got {precision!r}"
-    )
+    try:
+        # unpacking fails where one operand alone has the default
+        (is_default,) = {lax.Precision(p) == lax.Precision.DEFAULT for p in both}
+    except ValueError as error:
+        raise ValueError(
+            "dot_general: precision: expected None, DEFAULT, HIGH or HIGHEST for both "
+            f"operands, got {precision!r}"
+        ) from error
+    return frozenset(recipe.precise if is_default else GEMMType)

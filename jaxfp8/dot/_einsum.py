@@ -6,13 +6,12 @@ kernel would be quantized with the input's state. So this module reads the equat
 """
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
-from opt_einsum.parser import parse_einsum_input
+from opt_einsum.contract import PathInfo, contract_path
 
 from ..ops import _checks
 from ..recipes import DotGeneralState, Recipe
@@ -91,34 +90,23 @@ def einsum_by(
     kernel = _checks.high_precision("einsum", "kernel", kernel)
     if preferred_element_type is None:
         preferred_element_type = promoted(x, kernel)
-    x_labels, kernel_labels, out_labels = _parse(eqn, x, kernel)
-
-    # 1. Take diagonals, so that an operand has each label once, and find the sizes
-    #    after broadcasting.
-    x, x_labels = _diagonals(eqn, x, x_labels)
-    kernel, kernel_labels = _diagonals(eqn, kernel, kernel_labels)
-    x_sizes = dict(zip(x_labels, x.shape, strict=True))
-    kernel_sizes = dict(zip(kernel_labels, kernel.shape, strict=True))
-    sizes = _broadcast_sizes(eqn, x_sizes, kernel_sizes)
     out_sharding = spec_of("einsum", out_sharding)
-    # A sum over no element would be zeros, whose amax counts: return first, so that the
-    # state stays.
-    if 0 in (*x.shape, *kernel.shape):
-        dtype = _checks.dtype(
-            "einsum",
-            "preferred_element_type",
-            preferred_element_type,
-            _checks.HIGH_PRECISION,
-        )
-        shape = list(map(sizes.get, out_labels))
-        return jnp.zeros(shape, dtype, out_sharding=out_sharding)
-    # 2. Remove what `dot_general` does not have: dimensions that broadcast, and labels
-    #    that are summed alone. A dimension of size 1 that broadcasts is dropped: its
-    #    label then belongs to one operand.
-    shared = [label for label in x_labels if x_sizes[label] == kernel_sizes.get(label)]
-    kept = {*shared, *out_labels}
-    x, x_labels = _reduce(x, x_labels, sizes, kept)
-    kernel, kernel_labels = _reduce(kernel, kernel_labels, sizes, kept)
+
+    # 1. Read the equation: labels, one for each dimension that an ellipsis stands for
+    #    too, and sizes after broadcasting.
+    info = _parsed(eqn, x.shape, kernel.shape)
+    x_labels, kernel_labels = info.input_subscripts.split(",")
+    out_labels, sizes = info.output_subscript, info.size_dict
+    # 2. Remove what `dot_general` does not have: dimensions that broadcast, diagonals,
+    #    and labels that are summed alone. The label of a dimension that broadcasts then
+    #    belongs to one operand.
+    x, x_labels = _squeezed(x, x_labels, sizes)
+    kernel, kernel_labels = _squeezed(kernel, kernel_labels, sizes)
+    shared = set(x_labels).intersection(kernel_labels)
+    kept = shared.union(out_labels)
+    x, x_labels = _reduced(x, x_labels, kept)
+    kernel, kernel_labels = _reduced(kernel, kernel_labels, kept)
+    shared = [label for label in x_labels if label in shared]
 
     # 3. A shared label of the output is a batch dimension, any other is contracted. The
     #    product has the batch first, then what is left of x and of the kernel; the
@@ -146,97 +134,45 @@ def einsum_by(
     return jnp.transpose(y, list(map(y_labels.index, out_labels)))
 
 
-def _error(eqn, message):
-    return ValueError(f"einsum: eqn: {message}, got {eqn!r}")
-
-
-# An operand or the output, and an equation.
-_TERM = r"[^\W\d_]*(?:\.\.\.)?[^\W\d_]*"
-_EQUATION = re.compile(f"({_TERM}),({_TERM})(?:->{_TERM})?")
-
-
-def _parse(eqn, x, kernel) -> list[str]:
-    """Return the labels of x, kernel and the output, each a letter; an ellipsis has
-    letters that the equation lacks, which count from its end.
-    """
+def _parsed(eqn, x_shape, kernel_shape) -> PathInfo:
+    """Return what opt_einsum, which `jnp.einsum` reads equations by, says of one."""
     if not isinstance(eqn, str):
         raise TypeError(
             "einsum: eqn: expected a string such as 'bk,kn->bn', got "
             f"{type(eqn).__name__}"
         )
-    text = eqn.replace(" ", "")
-    terms = _EQUATION.fullmatch(text)
-    if terms is None:
-        raise _error(
-            eqn,
-            "expected two operands, separated by one comma, and one output, each of "
-            "letters and at most one '...'",
-        )
-    operands = zip(("x", "kernel"), terms.groups(), (x, kernel), strict=True)
-    for name, term, operand in operands:
-        letters = len(term.replace("...", ""))
-        if letters > operand.ndim or (letters < operand.ndim and "..." not in term):
-            raise _error(
-                eqn,
-                f"expected a label for each of the {operand.ndim} dimensions of "
-                f"{name}, {term!r} has {letters}",
-            )
     try:
-        inputs, output, _ = parse_einsum_input((text, x, kernel))
-    except ValueError as error:
-        needed = "expected labels of the operands in the output, each once"
-        raise _error(eqn, f"{needed} ({error})") from error
-    return [*inputs.split(","), output]
+        return contract_path(eqn, x_shape, kernel_shape, shapes=True)[1]
+    except (KeyError, ValueError) as error:
+        raise ValueError(
+            f"einsum: eqn: expected an equation of x{list(x_shape)} and "
+            f"kernel{list(kernel_shape)}, got {eqn!r}: {error}"
+        ) from error
 
 
-def _diagonals(eqn, value, labels):
-    """Take the diagonal of `value` over dimensions that share a label; diagonals become
-    the last dimensions.
+def _squeezed(value, labels, sizes):
+    """Drop the dimensions of size 1 that broadcast."""
+    broadcast, left = [], ""
+    for d, label in enumerate(labels):
+        if value.shape[d] != sizes[label]:
+            broadcast.append(d)
+        else:
+            left += label
+    return jnp.squeeze(value, axis=tuple(broadcast)), left
+
+
+def _reduced(value, labels, kept):
+    """Sum `value` in f32 over the labels that are not `kept`, and take the diagonal of
+    dimensions that share a label; diagonals become the last dimensions.
     """
 
     def order(label):
         return labels.count(label) > 1, labels.index(label)
 
-    left = "".join(sorted(set(labels), key=order))
+    left = "".join(sorted(kept.intersection(labels), key=order))
     if left == labels:
         return value, left
-    try:
-        return jnp.einsum(f"{labels}->{left}", value), left
-    except ValueError as error:
-        raise _error(eqn, f"expected a label to have one size ({error})") from error
-
-
-def _broadcast_sizes(
-    eqn, x_sizes: dict[str, int], kernel_sizes: dict[str, int]
-) -> dict[str, int]:
-    """Return the size of each label, after broadcasting."""
-    sizes = {**x_sizes, **kernel_sizes}
-    for label in x_sizes.keys() & kernel_sizes.keys():
-        x_size, kernel_size = x_sizes[label], kernel_sizes[label]
-        if x_size != kernel_size and 1 not in (x_size, kernel_size):
-            raise _error(
-                eqn,
-                f"expected one size (or 1) for {label!r}, x has {x_size} and kernel "
-                f"{kernel_size}",
-            )
-        sizes[label] = kernel_size if x_size == 1 else x_size
-    return sizes
-
-
-def _reduce(value, labels, sizes, kept):
-    """Remove the dimensions that broadcast, and sum `value` in f32 over the labels that
-    are not `kept`.
-    """
-    broadcast, summed, left = [], [], ""
-    for d, label in enumerate(labels):
-        if value.shape[d] < sizes[label]:
-            broadcast.append(d)
-        elif label in kept:
-            left += label
-        else:
-            summed.append(d - len(broadcast))
-    value = jnp.squeeze(value, axis=tuple(broadcast))
-    if summed:
+    if not kept.issuperset(labels):
         # The sum is not rounded to the operand's dtype: quantization rounds it, once.
-        value = jnp.sum(value.astype(jnp.float32), axis=tuple(summed))
-    return value, left
+        value = value.astype(jnp.float32)
+    return jnp.einsum(f"{labels}->{left}", value), left

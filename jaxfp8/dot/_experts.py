@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from ..ops import ClampedSwiGLU, _checks, is_gated
-from ._compute_dtype import to_compute
+from ._compute_dtype import compute_dtype, to_compute
 from ._fused_input import activated
 from ._ragged_dot import ragged_product
 
@@ -78,8 +78,7 @@ def mixture(
     x, expert, weights = _checked(x, expert, weights)
     leading, chosen = x.shape[:-1], expert.shape[-1]
     x = x.reshape(-1, x.shape[-1])
-    if layer.dtype is not None:
-        x = to_compute(x, layer.dtype)
+    x = to_compute(x, compute_dtype(x, dtype=layer.dtype))
     # 1. Bring each row to its expert.
     way = route(expert.reshape(-1), layer.count)
     rows = way.placed(jnp.repeat(x, chosen, axis=0))
@@ -184,8 +183,6 @@ def _checked(x, expert, weights) -> tuple[jax.Array, jax.Array, jax.Array]:
             f"Experts: expert: expected integers, the experts of each token, got "
             f"{expert.dtype}; the probabilities of a router are for weights"
         )
-    if not x.shape:
-        raise ValueError(f"Experts: x: expected [..., k], got {x.dtype}[]")
     if expert.ndim != x.ndim or expert.shape[:-1] != x.shape[:-1]:
         needed = ", ".join(map(str, (*x.shape[:-1], "chosen")))
         raise ValueError(

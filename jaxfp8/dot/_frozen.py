@@ -19,7 +19,7 @@ from ..ops import _checks
 from ..recipes import _state_tree
 from . import _dot_general
 from ._compute_dtype import promoted
-from ._layout import checked_numbers, layouts
+from ._layout import checked_numbers, layouts, size
 
 KERNEL = "kernel"
 KERNEL_SCALE_INV = "kernel_scale_inv"
@@ -77,9 +77,9 @@ def freeze_operands(
     quantizers, state = _dot_general.checked_quantizers(
         "freeze", recipe, recipes.without_max(state)
     )
-    numbers = checked_numbers(dimension_numbers)
+    numbers = checked_numbers(dimension_numbers, x_shape, kernel.shape)
     both = layouts(x_shape, kernel.shape, numbers)
-    if 0 in kernel.shape or _dot_general.is_small(recipe, *both):
+    if 0 in kernel.shape or _dot_general.why_not_fp8(recipe, size(*both)):
         return None
     if jax.tree.leaves(state.output):
         raise ValueError(
@@ -169,7 +169,7 @@ def multiply(
     """
     # 1. Read the layouts. Codes are `[*batch, *free, *contract]`, whatever the kernel's
     #    own order.
-    numbers = checked_numbers(dimension_numbers)
+    numbers = checked_numbers(dimension_numbers, x.shape, kernel.shape)
     x_layout, kernel_layout = layouts(x.shape, kernel.shape, numbers)
     batch, contract = len(kernel_layout.batch), len(kernel_layout.contract)
     codes = recipes.QTensor(frozen[KERNEL], frozen[KERNEL_SCALE_INV], cols=contract)

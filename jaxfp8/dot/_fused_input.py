@@ -77,11 +77,6 @@ class FusedInput:
         return self.x.shape
 
     @property
-    def rows(self) -> int:
-        """Return the number of dimensions that are rows of the matrix of values."""
-        return len(self.shape) - 1
-
-    @property
     def dtype(self) -> jnp.dtype:
         """Return the dtype of the values, where they are not codes."""
         return self.x.dtype
@@ -149,7 +144,7 @@ class Activated(FusedInput):
             ops.quantize_activation,
             self.x,
             activation=self.activation,
-            rows=self.rows,
+            rows=len(self.shape) - 1,
         )
 
 
@@ -186,14 +181,14 @@ class Normalized(FusedInput):
             self.bias,
             kind=self.kind,
             epsilon=self.epsilon,
-            rows=self.rows,
+            rows=len(self.shape) - 1,
         )
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pair(FusedInput):
-    """Two kernels `[k, n]` of one dtype as one kernel `[k, 2, n]`, not joined yet.
+    """Two kernels `[k, n]` as one kernel `[k, 2, n]`, not joined yet.
 
     Attributes:
         x, second: the kernels.
@@ -201,8 +196,6 @@ class Pair(FusedInput):
 
     x: jax.Array
     second: jax.Array
-
-    rows = 1
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -212,7 +205,7 @@ class Pair(FusedInput):
 
     def values(self, fp8_residual: bool = False) -> jax.Array:
         """Return the values; see `FusedInput.values`."""
-        return jnp.stack([self.x, self.second.astype(self.x.dtype)], -2)
+        return jnp.stack([self.x, self.second], -2)
 
     @property
     def quantize(self) -> Callable[..., tuple]:
@@ -316,22 +309,19 @@ def normalized(
 
 
 def quantize_fused(
-    fused: FusedInput, quantizer: Any, scale: Any, reduce: Any
+    fused: FusedInput, quantizer: Any, scale: Any, options: OperandOptions
 ) -> QTensor:
     """Quantize a fused input as a matrix.
 
     Args:
         fused: the input.
         quantizer: that of the operand, which has one scale for the whole tensor.
-        scale: see `Quantizer.quantize_operand`.
-        reduce: the AmaxReduction of the product.
+        scale, options: see `Quantizer.quantize_operand`.
     """
 
     def current_amax():
         return ops.amax(fused.value)
 
-    cols = len(fused.shape) - fused.rows
-    options = OperandOptions(fused.rows, cols, reduce=reduce)
     return _quantize_by(fused.quantize, quantizer, scale, options, current_amax)[0]
 
 
@@ -364,8 +354,6 @@ def quantize_gradient(
         with using("reference"):
             return ops.amax(values())
 
-    has_sums = options.columnwise and options.column_sums
-
     def quantize(scale, dtype, amax, with_amax):
         return ops.quantize_activation_grad(
             grad.y,
@@ -373,16 +361,15 @@ def quantize_gradient(
             scale,
             dtype,
             activation=grad.activation,
-            transpose=options.columnwise,
+            # the pass that writes columns has their sums
+            transpose=options.columnwise or options.column_sums,
             amax=amax,
             with_amax=with_amax,
             rows=options.rows,
-            column_sums=has_sums,
+            column_sums=options.column_sums,
         )
 
     q, *sums = _quantize_by(quantize, quantizer, scale, options, current_amax)
-    if options.column_sums and not has_sums:
-        sums = [options.sum_rows(values())]
     return q, *(sums or [None])
 
 

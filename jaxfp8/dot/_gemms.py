@@ -7,7 +7,6 @@ wgrad   dkernel = x.T    @ grad
 """
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -107,14 +106,15 @@ class Product:
         """
         return x
 
-    def in_float32(self, x, kernel, group_sizes):
-        """Return the product of two arrays, in float32."""
+    def multiply_arrays(self, x, kernel, group_sizes, precision, dtype):
+        """Return the product of two arrays in `dtype`."""
         del group_sizes
         return lax.dot_general(
             x,
             kernel,
             self.dimension_numbers,
-            precision=lax.Precision.HIGHEST,
+            precision=precision,
+            preferred_element_type=dtype,
             out_sharding=self.out_sharding,
         )
 
@@ -306,7 +306,7 @@ def _operand(product, i, operand, layout, codes, scales, is_read_again):
     else:
         q = codes
         if isinstance(codes, FusedInput):
-            q = quantize_fused(codes, quantizer, scale, product.reduce)
+            q = quantize_fused(codes, quantizer, scale, options)
             # A policy that saves the codes has no reason to compute the input again.
             q = as_read_residual(q)
         q = _in_order(product.names[i], q, layout, options.columnwise)
@@ -374,7 +374,9 @@ def backward(
     # 1. Quantize grad: dgrad contracts its columns, wgrad its rows.
     cols = len(kernel_layout.free)
     options = OperandOptions(len(x_layout.free), cols, reduce=product.reduce)
-    quantized_grad = _quantize_grad(product, grad, grad_scales, options, differentiated)
+    rowwise, columnwise, grad_again, sums = _grad_operand(
+        product, grad, grad_scales, options, differentiated
+    )
 
     # 2. Multiply.
     dx = dkernel = dbias = input_grad = None
@@ -383,7 +385,7 @@ def backward(
         with _contexts.gemm(GEMMType.DGRAD):
             dx = product.gemm(
                 GEMMType.DGRAD,
-                quantized_grad.rowwise,
+                rowwise,
                 kernel_again or kernel,
                 product.x_dtype,
                 swap,
@@ -398,20 +400,19 @@ def backward(
             dkernel = product.gemm(
                 GEMMType.WGRAD,
                 x_again or x,
-                quantized_grad.columnwise,
+                columnwise,
                 product.wgrad_dtype,
                 swap=not kernel_layout.contract_first,
                 group_sizes=group_sizes,
             )
         dkernel = kernel_layout.restored(dkernel)
-    sums = quantized_grad.sums
     if sums is not None:
         dbias = jnp.sum(sums, axis=tuple(range(sums.ndim - cols)))
 
     # 3. Give what was recorded, in the order of DotGeneralState.
-    first = quantized_grad.first if product.records_grad else None
-    again = x_again, kernel_again, quantized_grad.again
-    quantized = [x, kernel, first, output, input_grad, *again]
+    grad = rowwise if product.records_grad else None
+    again = x_again, kernel_again, grad_again
+    quantized = [x, kernel, grad, output, input_grad, *again]
     ct = recipes.cotangent(
         product.quantizers, quantized, reading, product.reduce, amaxes
     )
@@ -434,27 +435,14 @@ def _turned(q: QTensor, layout: Layout) -> QTensor:
     return q
 
 
-class _QuantizedGrad(NamedTuple):
-    """The gradient of y, quantized.
-
-    Attributes:
-        rowwise: the operand of dgrad.
-        columnwise: the operand of wgrad, its transpose.
-        first: the codes of the first quantizer, for its next state; or None.
-        again: the codes of the second quantizer, where it has other codes; or None.
-        sums: sums of rows, which make the gradient of the bias; or None.
-    """
-
-    rowwise: QTensor | None
-    columnwise: QTensor | None
-    first: QTensor | None
-    again: QTensor | None
-    sums: jax.Array | None
-
-
-def _quantize_grad(product, grad, scales, options, differentiated) -> _QuantizedGrad:
+def _grad_operand(product, grad, scales, options, differentiated):
     """Quantize the gradient of y, an array or an ActivationGradient, for the products
     that read it.
+
+    Returns:
+        `(rowwise, columnwise, again, sums)`: the operand of dgrad; that of wgrad; once
+        more that of wgrad, where it has codes of its own; and the sums of rows, which
+        make the gradient of the bias. None for what no product reads.
     """
     needs_dx, needs_dkernel = "x" in differentiated, "kernel" in differentiated
     options = options._replace(column_sums="bias" in differentiated)
@@ -462,23 +450,21 @@ def _quantize_grad(product, grad, scales, options, differentiated) -> _Quantized
     if second == SharedCodes():
         options = options._replace(columnwise=needs_dkernel)
         q, sums = quantize_gradient(quantizer, grad, scales[0], options)
-        rowwise, columnwise = both_layouts(q, product.batch, False, needs_dkernel)
-        return _QuantizedGrad(rowwise, columnwise, q, None, sums)
+        return *both_layouts(q, product.batch, False, needs_dkernel), None, sums
     if isinstance(grad, ActivationGradient):
         grad = grad.value
-    rowwise = columnwise = q = again = sums = None
+    q = again = sums = None
     if needs_dkernel:
         again, sums = second.quantize_operand(grad, scales[1], options)
-        columnwise = both_layouts(again, product.batch, False, True)[1]
+        again = both_layouts(again, product.batch, False, True)[1]
         # One pass over grad gives the sums.
         options = options._replace(column_sums=False)
     if needs_dx or not needs_dkernel:
-        q, more_sums = quantizer.quantize_operand(
-            grad, scales[0], options._replace(columnwise=False)
-        )
-        rowwise = dataclasses.replace(q, data_t=None)
+        options = options._replace(columnwise=False)
+        q, more_sums = quantizer.quantize_operand(grad, scales[0], options)
+        q = dataclasses.replace(q, data_t=None)
         sums = more_sums if sums is None else sums
-    return _QuantizedGrad(rowwise, columnwise, q, again, sums)
+    return q, again, again, sums
 
 
 def _is_turned_late(q: QTensor) -> bool:

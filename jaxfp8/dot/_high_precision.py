@@ -29,8 +29,27 @@ def is_blockwise(q: QTensor) -> bool:
 
 
 def multiply_dequantized(a, b, out_dtype, batch, bias):
-    """Multiply in float32, or two operands without codes in the dtype of the result
-    where theirs is not narrower.
+    """Multiply the values of two QTensors."""
+    ends = a.ndim - a.cols, b.ndim - b.cols  # of batch dimensions and rows
+    contract = tuple(range(ends[0], a.ndim)), tuple(range(ends[1], b.ndim))
+    leading = tuple(range(batch))
+
+    def multiply(a, b):
+        return lax.dot_general(
+            a,
+            b,
+            (contract, (leading, leading)),
+            preferred_element_type=promoted(a, wide(out_dtype, bias)),
+            out_sharding=_out_sharding(a, b, batch, ends),
+        )
+
+    return plus(multiply_values(multiply, a, b, out_dtype), bias, batch, out_dtype)
+
+
+def multiply_values(multiply, a, b, out_dtype, *operands):
+    """Return `multiply(a, b, *operands)` of the values of two QTensors: in float32, or
+    for two QTensors without codes in the dtype of the result where theirs is not
+    narrower.
 
     Codes, and an operand beside codes, are widened to float32.
     """
@@ -42,30 +61,21 @@ def multiply_dequantized(a, b, out_dtype, batch, bias):
         else:
             values.append(dequantized(q.data, q.scale_inv, q.block, q.cols))
     dtype = not_wider(out_dtype, *plain) if len(plain) == 2 else jnp.float32
-    leading = tuple(range(batch))
-    contract = [tuple(range(q.ndim - q.cols, q.ndim)) for q in (a, b)]
-    numbers = contract, (leading, leading)
     why = "no FP8 product takes these codes and scales"
     if plain:
         why = f"the recipe keeps an operand in {plain[0]}"
     with _contexts.high_precision(why):
-        y = lax.dot_general(
-            *[value.astype(dtype) for value in values],
-            numbers,
-            preferred_element_type=promoted(dtype, _wide(out_dtype, bias)),
-            out_sharding=_out_sharding(*values, numbers),
-        )
-    return plus(y, bias, batch, out_dtype)
+        return multiply(*[value.astype(dtype) for value in values], *operands)
 
 
-def _wide(out_dtype, bias):
+def wide(out_dtype, bias):
     """Return the dtype of a product to which a bias is added in float32, so that the
     sum is rounded only once.
     """
     return out_dtype if bias is None else np.dtype(np.float32)
 
 
-def _out_sharding(a, b, numbers):
+def _out_sharding(a, b, batch, ends):
     """Return the sharding of a product whose contracted dimensions a mesh with explicit
     axes may cut, where JAX does not choose; None elsewhere.
 
@@ -74,19 +84,15 @@ def _out_sharding(a, b, numbers):
     mesh = jax.typeof(a).sharding.mesh
     if not mesh.explicit_axes:
         return None
-    (a_contract, b_contract), (batch, _) = numbers
-    entries = []
-    for x, left_out in ((a, a_contract), (b, (*batch, *b_contract))):
-        spec = jax.typeof(x).sharding.spec
-        entries += [axes for i, axes in enumerate(spec) if i not in left_out]
-    return NamedSharding(mesh, _mesh.once(entries))
+    rows, cols = jax.typeof(a).sharding.spec, jax.typeof(b).sharding.spec
+    return NamedSharding(mesh, _mesh.once([*rows[: ends[0]], *cols[batch : ends[1]]]))
 
 
 def multiply_by(qgemm, a, b, gemm_type, out_dtype, batch, bias, swap):
     """Multiply by a user's own function `qgemm`, which multiplies matrices."""
     rows = [q.shape[batch : q.ndim - q.cols] for q in (a, b)]
     leading = a.shape[:batch]
-    dtype = _wide(out_dtype, bias)
+    dtype = wide(out_dtype, bias)
 
     def multiply(a, b):
         y = qgemm(

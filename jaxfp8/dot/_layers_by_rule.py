@@ -300,37 +300,20 @@ class GatedCall(LayersCall):
 
     def multiply_all(self) -> None:
         """Compare the module with the rule, and compute gate and up."""
-        self._check()
+        self._check_activation(self._traced())
         kernels, biases, states = zip(*self.parts(), strict=True)
-        bias = None
-        if biases[0] is not None:
-            bias = jnp.concatenate([bias.reshape(1, -1) for bias in biases])
+        bias = None if biases[0] is None else jnp.stack(biases)
         parameters = Parameters(Pair(*kernels), bias, _first_of(*states))
         self.hidden = self.multiply(
             self.joined[0], self.first, self.x, parameters, self.activation
         )
-        for name, y in zip(self.joined, jnp.split(self.hidden.x, 2, -2), strict=True):
-            self.results[name] = jnp.squeeze(y, -2)
+        parts = jnp.unstack(self.hidden.x, axis=-2)
+        self.results.update(zip(self.joined, parts, strict=True))
 
-    def _check(self) -> None:
-        """Compare shapes and the activation with the forward of the module.
-
-        Raises:
-            ValueError: the module does not compute what the rule says.
-        """
-        types = []
-        for part in (*self.parts(), self.parameters[self.down]):
-            types.append((*part.kernel.shape, part.kernel.dtype.name))
-        gate, up, down = types
-        if gate != up or len(gate) != 3 or len(down) != 3 or gate[1] != down[0]:
-            names = ", ".join(self.named.names)
-            raise self.differs(
-                f"kernels [k, n], [k, n] of one dtype and [n, m] of {names}", types
-            )
-        self._check_activation(self._traced(*down[:2]))
-
-    def _traced(self, n, features):
+    def _traced(self):
         """Trace the x of down as a function of gate and up, in float32."""
+        gate, _ = self.parts()
+        features = self.parameters[self.down].kernel.shape[1:]
 
         def hidden(*gate_and_up):
             values = dict(zip(self.joined, gate_and_up, strict=True))
@@ -339,7 +322,7 @@ class GatedCall(LayersCall):
                 if name != self.down:
                     return values[name]
                 values[name] = x
-                return jnp.zeros((*x.shape[:-1], features), x.dtype)
+                return jnp.zeros((*x.shape[:-1], *features), x.dtype)
 
             # the values would have the dtype that the module casts to
             with jax.numpy_dtype_promotion("standard"):
@@ -348,7 +331,8 @@ class GatedCall(LayersCall):
                 raise self.differs(f"a call of {self.down}", "none")
             return values[self.down]
 
-        value = jax.ShapeDtypeStruct((*self.x.shape[:-1], n), jnp.float32)
+        shape = *self.x.shape[:-1], *gate.kernel.shape[1:]
+        value = jax.ShapeDtypeStruct(shape, jnp.float32)
         return jax.make_jaxpr(hidden)(value, value)
 
     def _check_activation(self, jaxpr) -> None:

@@ -6,12 +6,14 @@ Dimensions are put in order and never merged: on a mesh each keeps its own shard
 
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ..recipes import OperandOptions, QTensor
 
@@ -23,14 +25,19 @@ class Layout:
 
     Attributes:
         shape: the shape of the operand.
-        batch, free, contract: the operand's dimensions by their part in the product.
-            `contract` lists them in the same order as in the other operand's layout.
+        batch, contract: the operand's dimensions by their part in the product, in the
+            same order as in the other operand's layout.
     """
 
     shape: tuple[int, ...]
     batch: tuple[int, ...]
-    free: tuple[int, ...]
     contract: tuple[int, ...]
+
+    @functools.cached_property
+    def free(self) -> tuple[int, ...]:
+        """Return the other dimensions, in their order."""
+        used = self.batch + self.contract
+        return tuple([d for d in range(len(self.shape)) if d not in used])
 
     @functools.cached_property
     def contract_first(self) -> bool:
@@ -80,50 +87,47 @@ class Layout:
         return jnp.transpose(x, np.argsort(self._order))
 
 
-def checked_numbers(dimension_numbers) -> tuple:
-    """Return dimension numbers as tuples of Python integers.
+def checked_numbers(dimension_numbers, x_shape, kernel_shape) -> tuple:
+    """Return dimension numbers of `jax.lax.dot_general` as tuples of Python integers.
 
     Raises:
-        TypeError: they are not two pairs of sequences of integers.
+        ValueError: they are not two pairs of sequences of integers, or do not fit the
+            shapes.
     """
     try:
-        (x_contract, kernel_contract), (x_batch, kernel_batch) = dimension_numbers
-        pairs = (x_contract, kernel_contract), (x_batch, kernel_batch)
-        return tuple(
-            tuple(tuple(map(operator.index, dims)) for dims in pair) for pair in pairs
+        numbers = tuple(
+            tuple(tuple(map(operator.index, dims)) for dims in pair)
+            for pair in dimension_numbers
+        )
+        lax.dot_general_p.abstract_eval(
+            jax.core.ShapedArray(x_shape, jnp.float32),
+            jax.core.ShapedArray(kernel_shape, jnp.float32),
+            dimension_numbers=numbers,
+            precision=None,
+            preferred_element_type=None,
+            out_sharding=None,
         )
     except (TypeError, ValueError) as error:
-        raise TypeError(
+        raise ValueError(
             "dot_general: dimension_numbers: expected ((x_contract, kernel_contract), "
-            "(x_batch, kernel_batch)), each a sequence of ints, for example (((1,), "
-            f"(0,)), ((), ())) of two matrices; got {dimension_numbers!r}"
+            f"(x_batch, kernel_batch)) of x{tuple(x_shape)} and "
+            f"kernel{tuple(kernel_shape)}, for example (((1,), (0,)), ((), ())) of two "
+            f"matrices, got {dimension_numbers!r}: {error}"
         ) from error
+    return numbers
 
 
 def layouts(x_shape, kernel_shape, dimension_numbers) -> tuple[Layout, Layout]:
     """Return the layouts of both operands of `jax.lax.dot_general`, whose dimension
     numbers are those of `checked_numbers`.
-
-    Raises:
-        ValueError: the dimension numbers do not fit the shapes.
     """
-    pairs = zip(("contracting", "batch"), dimension_numbers, strict=True)
-    for name, (x_dims, kernel_dims) in pairs:
-        x_sizes = list(map(dict(enumerate(x_shape)).get, x_dims))
-        kernel_sizes = list(map(dict(enumerate(kernel_shape)).get, kernel_dims))
-        if None in x_sizes or x_sizes != kernel_sizes:
-            raise ValueError(
-                f"dot_general: dimension_numbers: {name} dimensions {tuple(x_dims)} "
-                f"of x{tuple(x_shape)} and {tuple(kernel_dims)} of "
-                f"kernel{tuple(kernel_shape)} must exist and agree in size"
-            )
     # Sort contracting dimensions as x holds them: with the usual kernels no operand
     # then needs a transpose.
     contract, (x_batch, kernel_batch) = dimension_numbers
     pairs = sorted(zip(*contract, strict=True))
     return (
-        _layout("x", x_shape, x_batch, [p[0] for p in pairs]),
-        _layout("kernel", kernel_shape, kernel_batch, [p[1] for p in pairs]),
+        Layout(tuple(x_shape), x_batch, tuple([p[0] for p in pairs])),
+        Layout(tuple(kernel_shape), kernel_batch, tuple([p[1] for p in pairs])),
     )
 
 
@@ -136,15 +140,9 @@ def out_shape(x: Layout, kernel: Layout) -> tuple[int, ...]:
     return *x_sizes, *kernel_sizes
 
 
-def _layout(name, shape, batch, contract) -> Layout:
-    used = (*batch, *contract)
-    if len(set(used)) != len(used):
-        raise ValueError(
-            f"dot_general: dimension_numbers: a dimension of {name}{tuple(shape)} is "
-            f"named twice: {used}"
-        )
-    free = tuple([d for d in range(len(shape)) if d not in used])
-    return Layout(tuple(shape), tuple(batch), free, tuple(contract))
+def size(x: Layout, kernel: Layout) -> int:
+    """Return the number of multiplications of a product."""
+    return math.prod(out_shape(x, kernel)) * math.prod(x.shape[d] for d in x.contract)
 
 
 def both_layouts(

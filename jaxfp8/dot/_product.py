@@ -32,8 +32,14 @@ from ..numerics import FP8_DTYPES
 from ..ops._support import using
 from ..recipes import QTensor, Scale, as_codes, value_of
 from ._autodiff import warn_of_state
-from ._fused_input import ActivationGradient, FusedInput, as_read_residual, compressed
+from ._fused_input import (
+    ActivationGradient,
+    FusedInput,
+    as_read_residual,
+    compressed,
+)
 from ._gemms import backward, forward
+from ._high_precision import plus
 
 # Name for rematerialization policies (checkpoint_policies.py).
 OUTPUT_NAME = "jaxfp8_gemm_output"
@@ -64,7 +70,7 @@ def multiply(product, *operands) -> list:
     replacement = _replacement.value
     if replacement is not None:
         return [replacement(dataclasses.replace(product, activation=None), *operands)]
-    leaves, tree = jax.tree.flatten(operands)
+    leaves, tree = jax.tree.flatten((operands, None))
     return product_p.bind(*leaves, product=product, tree=tree)
 
 
@@ -80,16 +86,28 @@ def multiply_float32(product, x, kernel, bias, state, codes, group_sizes):
     x_codes, kernel_codes = lax.stop_gradient(codes)
     x = value_of(x, x_codes, jnp.float32)
     kernel = value_of(kernel, kernel_codes, jnp.float32)
-    y = product.in_float32(x, kernel, group_sizes)
-    if bias is not None:
-        y += jnp.broadcast_to(bias.astype(jnp.float32), y.shape)
-    return y
+    y = product.multiply_arrays(
+        x, kernel, group_sizes, lax.Precision.HIGHEST, jnp.float32
+    )
+    return plus(y, bias, 0, jnp.float32)
 
 
 def _primal(*leaves, product, tree):
+    """Compute the results; or return those that stand beside the operands, computed
+    elsewhere: the product is then their derivative alone.
+    """
+    operands, results = tree.unflatten(leaves)
+    if results is not None:
+        return results
     with using(product.implementation):
-        y, _ = forward(product, *tree.unflatten(leaves), None)
+        y, _ = forward(product, *operands, None)
         return _results(product, y)
+
+
+def _run(*leaves, product, tree):
+    """Run the product outside of jit."""
+    _, results = tree.unflatten(leaves)
+    return results or _compiled(*leaves, product=product, tree=tree)
 
 
 def _results(product, y) -> list:
@@ -102,11 +120,6 @@ def _results(product, y) -> list:
     # backward reads.
     y = checkpoint_name(y, OUTPUT_NAME)
     return [y, ops.activate(y, product.activation)]
-
-
-def _count(product) -> int:
-    """Return the number of `_results`."""
-    return 1 if product.activation is None else 2
 
 
 def _abstract(x, kernel, *leaves, product, tree):
@@ -153,48 +166,23 @@ def _batch(args, dims, *, product, tree):
     A batch of kernels without state is a batch of products too: as in a loop, each
     kernel has its own scale.
     """
-    args, dims, product, tree = _joined_pair(args, dims, product, tree)
     operands, product, out_dim = _batched(args, dims, product, tree)
-    out_dims = [out_dim] * _count(product)
     if batch_of(args, dims)[0] == 0:  # nothing to multiply
         outs = _abstract(*map(jax.typeof, operands), product=product, tree=tree)
-        return [jnp.zeros(out.shape, out.dtype) for out in outs], out_dims
-    return product_p.bind(*operands, product=product, tree=tree), out_dims
-
-
-def _batch_value(args, dims, *, product, tree):
-    """Batch `_value_p`: its results are laid out as those of the batched product."""
-    count = _count(product)
-    results, result_dims = args[:count], dims[:count]
-    args, dims, product, tree = _joined_pair(args[count:], dims[count:], product, tree)
-    operands, product, out_dim = _batched(args, dims, product, tree)
-    results = [jnp.moveaxis(results[i], result_dims[i], out_dim) for i in range(count)]
-    results = _value_p.bind(*results, *operands, product=product, tree=tree)
-    return results, [out_dim] * count
-
-
-def _joined_pair(args, dims, product, tree):
-    """Return the arguments of a batching rule with the joined kernel in place of a Pair
-    that has a batch and shares its state: the batch is one larger product.
-    """
-    *first, state, codes, group_sizes = tree.unflatten(range(len(args)))
-    has_states = any(dims[i] is not None for i in jax.tree.leaves(state))
-    if not product.is_pair or dims[1] is None or has_states:
-        return args, dims, product, tree
-    operands = *first, state, (codes[0], None), group_sizes
-    kept, tree = jax.tree.flatten(operands)
-    product = dataclasses.replace(product, is_pair=False)
-    return [args[i] for i in kept], [dims[i] for i in kept], product, tree
+        results = [jnp.zeros(out.shape, out.dtype) for out in outs]
+    else:
+        results = product_p.bind(*operands, product=product, tree=tree)
+    return results, [out_dim] * len(results)
 
 
 def _batched(args, dims, product, tree):
     """Return the operands of the product for a batch, that product, and the batch
     dimension of its results.
     """
-    args, positions = list(args), tree.unflatten(range(len(args)))
+    args, (positions, results) = list(args), tree.unflatten(range(len(args)))
     _, _, bias, state, (x_codes, _), group_sizes = positions
     is_ragged, has_kernels = group_sizes is not None, dims[1] is not None
-    batched = [i for i, d in enumerate(dims) if i > 1 and d is not None]
+    batched = [i for i in jax.tree.leaves(positions[2:]) if dims[i] is not None]
     # 1. A fused input with a batch of its own x alone is more rows: move this batch as
     #    that of x.
     is_fused = isinstance(x_codes, FusedInput) and batched == [x_codes.x]
@@ -221,6 +209,8 @@ def _batched(args, dims, product, tree):
 
     # 3. One larger product.
     args[:2], product, out_dim = _larger_product(product, args[:2], dims[:2])
+    for i in results or ():
+        args[i] = jnp.moveaxis(args[i], dims[i], out_dim)
     return args, product, out_dim
 
 
@@ -266,8 +256,11 @@ def _linearize(is_vjp, is_linear, *primals, product, tree):
     """
     # 1. Check that the gradient has sources and state, whose gradient is its next
     #    value.
-    x, kernel, bias, state, codes, group_sizes = tree.unflatten(primals)
-    *of_operands, of_state, _, _ = tree.unflatten(is_linear)
+    operands, results = tree.unflatten(primals)
+    x, kernel, bias, state, codes, group_sizes = operands
+    (*of_operands, of_state, _, _), _ = tree.unflatten(is_linear)
+    primals = jax.tree.leaves(operands)
+    is_linear = is_linear[: len(primals)]
     codes = _checked_codes(product, (x, kernel), codes, of_operands)
     is_left_out = _state_is_left_out(state)
     outs = _abstract(*map(jax.typeof, primals), product=product, tree=tree)
@@ -278,15 +271,16 @@ def _linearize(is_vjp, is_linear, *primals, product, tree):
         y, residuals = forward(
             product, x, kernel, bias, state, codes, group_sizes, differentiated
         )
-        results = _results(product, _mesh.placed_as(outs[0], y))
-        y = None if product.activation is None else results[0]
+        computed = _results(product, _mesh.placed_as(outs[0], y))
+        y = None if product.activation is None else computed[0]
         if y is not None and product.fp8_residual:
             y = compressed(y)
     residuals = residuals, y, group_sizes
     # 3. Make the results differentiable: a loss around this gradient may take its
     #    value, and differentiates that value for the first time. The ops that compute
     #    it have no derivative; the derivative of the product is what is meant.
-    results = _value_p.bind(*results, *primals, product=product, tree=tree)
+    leaves, tree = jax.tree.flatten((operands, results or computed))
+    results = product_p.bind(*leaves, product=product, tree=tree)
     # 4. Put everything else that the backward needs into static params, so that remat
     #    and scan keep arrays alone.
     residuals, residual_tree = jax.tree.flatten(residuals)
@@ -295,7 +289,7 @@ def _linearize(is_vjp, is_linear, *primals, product, tree):
 
     # Operands without a tangent get no gradient: the backward leaves out their product.
     def linear(residuals, *tangents):
-        tangents = [t for t, linear in zip(tangents, is_linear, strict=True) if linear]
+        tangents = [t for t, linear in zip(tangents, is_linear, strict=False) if linear]
         # A gradient of one array that is no kernel, such as a saliency map, is no step
         # of training.
         is_of_input = differentiated == ("x",) and _compat.is_of_one_array(tangents[0])
@@ -315,7 +309,8 @@ def _linearize(is_vjp, is_linear, *primals, product, tree):
             outs=tuple(outs),
         )
 
-    results = list(map(_mesh.placed_as, outs, results))
+    pairs = zip(outs, results, strict=True)
+    results = [_mesh.placed_as(out, result) for out, result in pairs]
     return _compat.linearized(results, residuals, linear)
 
 
@@ -389,20 +384,6 @@ def _jvp(primals, tangents, **params):
     return results, linear(*residuals, *tangents)
 
 
-def _jvp_of_value(primals, tangents, **params):
-    count = _count(params["product"])
-    results = _value_p.bind(*primals, **params)
-    if all(type(t) is ad.Zero for t in tangents[count:]):
-        return results, [ad.Zero(jax.typeof(y).to_tangent_aval()) for y in results]
-    return results, _jvp(primals[count:], tangents[count:], **params)[1]
-
-
-def _first_results(*args, product, tree):
-    """Return the results that `_value_p` gets beside the operands."""
-    del tree
-    return list(args[: _count(product)])
-
-
 def _transpose(
     cotangents,
     *args,
@@ -463,24 +444,13 @@ def _gradient(product, y, ct, ct_activated=None):
 product_p = Primitive("fp8_product")
 product_p.multiple_results = True
 product_p.def_abstract_eval(_abstract)
-product_p.def_impl(compiled(product_p))
+product_p.def_impl(_run)
+_compiled = compiled(product_p)
 _compat.needs_devices(product_p)
 mlir.register_lowering(product_p, mlir.lower_fun(_primal, multiple_results=True))
 batching.primitive_batchers[product_p] = _batch
 ad.primitive_jvps[product_p] = _jvp
 _compat.linearizes_by(product_p, _linearize)
-
-# The results of a product, computed elsewhere, as a function of its operands for
-# autodiff.
-_value_p = Primitive("fp8_product_value")
-_value_p.multiple_results = True
-_value_p.def_abstract_eval(_first_results)
-_value_p.def_impl(_first_results)
-mlir.register_lowering(
-    _value_p, lambda ctx, *args, **params: _first_results(*args, **params)
-)
-batching.primitive_batchers[_value_p] = _batch_value
-ad.primitive_jvps[_value_p] = _jvp_of_value
 
 _linear_p = linear_primitive(
     "fp8_product_linear", lambda *args, outs, **params: outs, _transpose

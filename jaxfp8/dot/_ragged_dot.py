@@ -7,38 +7,30 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike, DTypeLike
 
 from .. import ops
 from .._jax import _mesh
 from ..ops import _checks
 from ..recipes import (
-    AmaxReduction,
     DotGeneralState,
     GEMMType,
-    HighPrecision,
     HighPrecisionQuantizer,
     QTensor,
     Recipe,
-    read,
-    value_of,
 )
-from . import _contexts
-from ._compute_dtype import compute_dtype, not_wider, promoted, to_compute
+from ._compute_dtype import promoted
 from ._dot_general import (
-    checked_quantizers,
-    fused_operand,
-    high_precision_dtypes,
+    checked_recipe,
+    multiply_operands,
     operand,
     result_dtype,
-    why,
+    why_not_fp8,
 )
 from ._fused_input import Activated, FusedInput, Normalized
 from ._gemms import Product
-from ._high_precision import is_blockwise
+from ._high_precision import is_blockwise, multiply_values
 from ._layout import Layout
-from ._product import OUTPUT_NAME, multiply
 
 
 def ragged_dot(
@@ -129,79 +121,35 @@ def ragged_product(
     # 1. Check the operands.
     op = "ragged_dot"
     group_sizes = _checks.group_sizes(op, group_sizes)
-    fused = lhs if isinstance(lhs, FusedInput) else None
     # the gradient of a fused input, and the amax of its residual, read x
-    if fused is not None and not has_zeros_beyond:
-        lhs = fused = dataclasses.replace(fused, x=in_a_group(fused.x, group_sizes))
+    if isinstance(lhs, FusedInput) and not has_zeros_beyond:
+        lhs = dataclasses.replace(lhs, x=in_a_group(lhs.x, group_sizes))
+    # rows beyond the last group would not be zeros: a norm adds its bias to them
+    keeps_zeros = getattr(lhs, "bias", None) is None
     lhs, rhs = operand("ragged_dot: lhs", lhs), operand("ragged_dot: rhs", rhs)
     _check_operands(lhs, rhs, group_sizes.size)
-    if isinstance(recipe, HighPrecision):
-        recipe = None
-    if recipe is not None:
-        quantizers, state = checked_quantizers(op, recipe, state)
+    recipe, quantizers, state = checked_recipe(op, recipe, state)
+    why = why_not_fp8(recipe)
+    if why is None:
         _check_recipe(recipe, quantizers)
-    out_dtype = result_dtype(op, preferred_element_type, lhs, rhs)
-    # there is no element: gradients are zero, the state is not touched
-    if 0 in lhs.array.shape or 0 in rhs.array.shape:
-        return jnp.zeros((lhs.array.shape[0], rhs.array.shape[2]), out_dtype)
-    if recipe is None:
-        return _of_jax(lhs, rhs, group_sizes, out_dtype)
 
-    # 2. Fuse the input, unless rows beyond the last group would not be zeros: a norm
-    #    adds its bias to them.
-    if fused is not None:
-        keeps_zeros = getattr(fused, "bias", None) is None
-        lhs = fused_operand(0, lhs, fused, recipe, quantizers, keeps_zeros)
-
-    # 3. Describe the product as hashable data, and multiply.
-    product = RaggedProduct(
-        quantizers=quantizers,
+    # 2. Multiply.
+    (y,) = multiply_operands(
+        RaggedProduct,
+        recipe,
+        quantizers,
+        state,
+        why,
+        (lhs, rhs),
+        (keeps_zeros, False),
+        group_sizes=group_sizes,
         dimension_numbers=(((1,), (1,)), ((), ())),
-        x_dtype=lhs.array.dtype,
-        wgrad_dtype=recipe.wgrad_dtype or rhs.array.dtype,
-        out_dtype=out_dtype,
+        out_dtype=result_dtype(op, preferred_element_type, lhs, rhs),
         precise=frozenset(recipe.precise),
-        reduce=AmaxReduction.for_recipe(recipe),
         records_grad=records_grad,
         has_zeros_beyond=has_zeros_beyond,
-        layer=_contexts.current_layer(),
     )
-    scales = read(quantizers, state)
-    codes = lhs.codes_alone, rhs.codes_alone
-    (y,) = multiply(product, lhs.array, rhs.array, None, scales, codes, group_sizes)
-    return checkpoint_name(y, OUTPUT_NAME)
-
-
-def ragged_linear(product, x, kernel, group_sizes, by, *, dtype) -> jax.Array:
-    """Multiply groups of rows of x by the matrices of a kernel, in the compute dtype of
-    a layer.
-
-    Args:
-        product: a function like `ragged_dot` without recipe and state, which takes
-            `by` too.
-        x: an array `[m, k]`, or a FusedInput.
-        kernel: an array or codes `[g, k, n]`.
-        group_sizes: int32 `[g]`.
-        by: the function in place of `ragged_dot`.
-        dtype: the dtype of the layer, see `compute_dtype`.
-    """
-    dtype = compute_dtype(x, kernel, dtype=dtype)
-    x = to_compute(x, dtype)
-    return product(x, kernel, group_sizes, preferred_element_type=dtype, by=by)
-
-
-def _of_jax(lhs, rhs, group_sizes, out_dtype):
-    """Multiply by `jax.lax.ragged_dot`, in the dtype of the result where that of the
-    operands is not narrower.
-    """
-    dtype = not_wider(out_dtype, *high_precision_dtypes(lhs, rhs))
-    with _contexts.high_precision(why(None)):
-        return lax.ragged_dot(
-            value_of(*lhs, dtype),
-            value_of(*rhs, dtype),
-            _in_bounds(group_sizes, lhs.array.shape[0]),
-            preferred_element_type=out_dtype,
-        )
+    return y
 
 
 def _check_operands(lhs_operand, rhs_operand, groups: int) -> None:
@@ -214,11 +162,11 @@ def _check_operands(lhs_operand, rhs_operand, groups: int) -> None:
             f"lhs{list(lhs)} and {groups} group_sizes, got {rhs}"
         )
     for name, x in (("lhs", lhs_operand), ("rhs", rhs_operand)):
-        if x.codes is not None and not is_blockwise(x.codes):
+        if isinstance(x.value, QTensor) and not is_blockwise(x.value):
             raise ValueError(
                 f"ragged_dot: {name}: expected a QTensor of FP8 codes with one scale, "
-                f"or one for each block, got codes of {x.codes.data.dtype} and "
-                f"block={x.codes.block}"
+                f"or one for each block, got codes of {x.value.data.dtype} and "
+                f"block={x.value.block}"
             )
 
 
@@ -255,16 +203,18 @@ class RaggedProduct(Product):
         """Return the layouts of operands of these shapes; the matrices of rhs are a
         batch.
         """
-        return Layout(x_shape, (), (0,), (1,)), Layout(kernel_shape, (0,), (2,), (1,))
+        return Layout(x_shape, (), (1,)), Layout(kernel_shape, (0,), (1,))
 
     def in_groups(self, x, group_sizes):
         """Set the rows of x beyond the last group to zero."""
         return x if self.has_zeros_beyond else in_a_group(x, group_sizes)
 
-    def in_float32(self, x, kernel, group_sizes):
-        """Return the product of two arrays, in float32."""
+    def multiply_arrays(self, x, kernel, group_sizes, precision, dtype):
+        """Return the product of two arrays in `dtype`."""
         sizes = _in_bounds(group_sizes, x.shape[0])
-        return lax.ragged_dot(x, kernel, sizes, precision=lax.Precision.HIGHEST)
+        return lax.ragged_dot(
+            x, kernel, sizes, precision=precision, preferred_element_type=dtype
+        )
 
     def gemm(self, gemm_type, a, b, out_dtype, swap=False, bias=None, group_sizes=None):
         """Return the product of two QTensors, which have the contracting dimension
@@ -273,7 +223,8 @@ class RaggedProduct(Product):
         del swap, bias  # ragged_dot has no bias, and its layouts need no transpose
         is_wgrad = gemm_type == GEMMType.WGRAD
         if a.scale_inv is None or b.scale_inv is None:
-            return _in_high_precision(a, b, group_sizes, is_wgrad, out_dtype)
+            by = _multiply_wgrad if is_wgrad else _multiply_rows
+            return multiply_values(by, a, b, out_dtype, group_sizes).astype(out_dtype)
         return ops.ragged_matmul(
             a.data,
             b.data,
@@ -289,42 +240,31 @@ class RaggedProduct(Product):
         )
 
 
-def _in_high_precision(a, b, group_sizes, is_wgrad, out_dtype):
-    """Multiply by `jax.lax.ragged_dot_general`: in the dtype of the result where that
-    of the operands is not narrower.
-
-    Args:
-        a, b: QTensors with the contracting dimension last, `[m, k]` and `[g, n, k]`,
-            for wgrad `[k, m]` and `[n, m]`. Codes beside an operand in high precision
-            are widened to float32.
-        group_sizes: int32 `[g]`.
-        is_wgrad: whether the groups are runs of the contracting dimension.
-        out_dtype: bfloat16, float16 or float32.
-
-    Returns:
-        `[m, n]`, for wgrad `[g, k, n]`, of `out_dtype`; rows beyond the last group are
-        zeros.
+# JAX has no batching rule for most batches of these two products: the examples run one
+# after the other.
+@jax.custom_batching.sequential_vmap
+def _multiply_rows(a, b, group_sizes):
+    """Return `[m, n]` of arrays `[m, k]` and `[g, n, k]`; rows beyond the last group
+    are zeros.
     """
-    plain = [q.data.dtype for q in (a, b) if q.scale_inv is None]
-    dtype = not_wider(out_dtype, *plain) if len(plain) == 2 else jnp.float32
-    a, b = a.dequantize(dtype), b.dequantize(dtype)
-    contracting, groups = (((1,), (2,)), ((), ())), [0]
-    if is_wgrad:
-        contracting, groups = (((1,), (1,)), ((), ())), []
-    numbers = lax.RaggedDotDimensionNumbers(contracting, [int(is_wgrad)], groups)
-    wide = promoted(dtype, jnp.float32)
-    group_sizes = _in_bounds(group_sizes, a.shape[int(is_wgrad)])
+    return _ragged_dot_general(a, b, group_sizes, [0], (2,), [0])
 
-    # JAX has no batching rule for most batches of this product: the examples run one
-    # after the other.
-    @jax.custom_batching.sequential_vmap
-    def multiply_wide(a, b, group_sizes):
-        return lax.ragged_dot_general(
-            a, b, group_sizes, numbers, preferred_element_type=wide
-        )
 
-    with _contexts.high_precision(f"the recipe keeps an operand in {plain[0]}"):
-        return multiply_wide(a, b, group_sizes).astype(out_dtype)
+@jax.custom_batching.sequential_vmap
+def _multiply_wgrad(a, b, group_sizes):
+    """Return `[g, k, n]` of arrays `[k, m]` and `[n, m]`."""
+    return _ragged_dot_general(a, b, group_sizes, [1], (1,), [])
+
+
+def _ragged_dot_general(a, b, group_sizes, ragged, b_contract, groups):
+    contract = ((1,), b_contract), ((), ())
+    return lax.ragged_dot_general(
+        a,
+        b,
+        _in_bounds(group_sizes, a.shape[ragged[0]]),
+        lax.RaggedDotDimensionNumbers(contract, ragged, groups),
+        preferred_element_type=promoted(a, jnp.float32),
+    )
 
 
 def in_a_group(x, group_sizes):

@@ -19,7 +19,6 @@ from ..dot import (
     Activated,
     FusedInput,
     Normalized,
-    check_norm,
     columns,
     dense_layers,
     gated_activation,
@@ -27,7 +26,6 @@ from ..dot import (
     linear,
     mixture,
     norm_of_layer,
-    ragged_linear,
     sizes,
 )
 from ..ops import ClampedSwiGLU, check_activation
@@ -188,7 +186,6 @@ class NormDense(_NormFields):
         """Compute y `[..., *features]` of x `[..., k]`; `out_sharding` is that of y, as
         in `jaxfp8.dot_general`.
         """
-        check_norm("NormDense", "kind", self.kind, is_optional=False)
         dense = _dense(self, self.features, self.kernel_init, self.bias_init, "dense")
         return dense(_normalized_by(self, self.kind, x), out_sharding)
 
@@ -255,7 +252,6 @@ class GatedMLP(_NormFields):
         in `jaxfp8.dot_general`.
         """
         activation = gated_activation("GatedMLP", self.activation)
-        check_norm("GatedMLP", "norm", self.norm, is_optional=True)
         x = jnp.asarray(x) if self.norm is None else _normalized_by(self, self.norm, x)
         hidden = (2, *sizes("GatedMLP: hidden_features", self.hidden_features))
         features = x.shape[-1] if self.features is None else self.features
@@ -415,4 +411,4 @@ class RaggedDense(nn.Module):
         shape = (self.count, x.shape[-1], self.features)
         kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
         product = Fp8RaggedDot(recipe=self.recipe)
-        return ragged_linear(product, x, kernel, group_sizes, by, dtype=self.dtype)
+        return product(x, kernel, group_sizes, self.dtype, by)

@@ -17,7 +17,6 @@ from ..dot import (
     Activated,
     FusedInput,
     Normalized,
-    check_norm,
     columns,
     dense_layers,
     gated_activation,
@@ -25,7 +24,6 @@ from ..dot import (
     linear,
     mixture,
     norm_of_layer,
-    ragged_linear,
     sizes,
 )
 from ..ops import ClampedSwiGLU, check_activation
@@ -185,7 +183,6 @@ class GatedMLP(nnx.Module):
         rngs: nnx.Rngs,
     ):
         gated_activation("GatedMLP", activation)
-        check_norm("GatedMLP", "norm", norm, is_optional=True)
         self.activation, self.norm = activation, norm
         self.epsilon, self.dtype = epsilon, dtype
         self.scale, self.norm_bias = _norm_parameters(
@@ -280,7 +277,6 @@ class NormDense(nnx.Module):
         bias_init: Initializer = _BIAS_INIT,
         rngs: nnx.Rngs,
     ):
-        check_norm("NormDense", "kind", kind, is_optional=False)
         self.kind, self.epsilon, self.dtype = kind, epsilon, dtype
         self.scale, self.norm_bias = _norm_parameters(
             kind, in_features, param_dtype, scale_init, norm_bias_init, rngs
@@ -391,6 +387,4 @@ class RaggedLinear(nnx.Module):
         self, x: ArrayLike | FusedInput, group_sizes: jax.Array, by: Any
     ) -> jax.Array:
         kernel = self.kernel.get_value()
-        return ragged_linear(
-            self.ragged_dot, x, kernel, group_sizes, by, dtype=self.dtype
-        )
+        return self.ragged_dot(x, kernel, group_sizes, self.dtype, by)

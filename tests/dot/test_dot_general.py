@@ -2,6 +2,7 @@
 and what it must refuse.
 """
 
+import functools
 import warnings
 
 import another_process
@@ -60,6 +61,26 @@ def test_precision_reaches_the_handlers(precision, precise, cuda_custom_calls):
     assert (
         len(lines) == 3 and sum("precise = true" in line for line in lines) == precise
     )
+
+
+@pytest.mark.parametrize("recipe", [None, jaxfp8.DelayedScaling(min_size=1000)])
+def test_high_precision_is_the_product_of_jax(recipe):
+    """It takes any precision of JAX, and adds nothing to the program of a mesh."""
+    options = {"precision": (HIGHEST, DEFAULT), "preferred_element_type": jnp.float32}
+    state = jaxfp8.DotGeneralState(None, None, None)
+
+    def program(dot_general):
+        def mapped(x, kernel):
+            return dot_general(x, kernel, cases.MATMUL, **options)
+
+        mesh, whole = jax.make_mesh((1,), ("data",)), jax.P()
+        mapped = jax.shard_map(
+            mapped, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False
+        )
+        return str(jax.make_jaxpr(mapped)(X, KERNEL))
+
+    ours = functools.partial(jaxfp8.dot_general, recipe=recipe, state=state)
+    assert program(ours) == program(lax.dot_general)
 
 
 # ----------------------------------------------------------------------------- warnings
