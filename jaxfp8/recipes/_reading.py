@@ -12,7 +12,7 @@ recipe take their scales in the loop, from the amaxes.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -124,7 +124,13 @@ def read(products: Sequence[Sequence[tuple[jax.Array, jax.Array]]]) -> list[jax.
         For each product its reading `[..., 6 * k]`. The backward turns cotangents of
         readings into next states.
     """
-    return _read(READING, products)
+    fp8_max = [_FP8_MAX[: len(pairs)] for pairs in products]
+
+    def read_products(states):
+        readings = ops.read_histories(states, fp8_max=fp8_max)
+        return _compat.cast(readings, [READING] * len(readings))
+
+    return with_next_states(read_products, ops.write_histories, products)
 
 
 def read_rows(pairs: Sequence[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
@@ -136,37 +142,39 @@ def read_rows(pairs: Sequence[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
     Returns:
         n readings `[6 * k]`.
     """
-    return _read(ROW, pairs)
 
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _read(dtype, states):
-    """Return readings of a dtype, which says whether the states are in rows."""
-    states = _plain(states)
-    if dtype == ROW:
+    def read_rows_of(states):
         readings = ops.read_rows(states, fp8_max=_FP8_MAX[: len(states)])
-    else:
-        fp8_max = [_FP8_MAX[: len(pairs)] for pairs in states]
-        readings = ops.read_histories(states, fp8_max=fp8_max)
-    return _compat.cast(readings, [dtype] * len(readings))
+        return _compat.cast(readings, [ROW] * len(readings))
+
+    return with_next_states(read_rows_of, ops.write_rows, pairs)
 
 
-def _read_forward(dtype, states):
-    return _read(dtype, states), states
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def with_next_states(read: Callable, write: Callable, states: Any) -> list[jax.Array]:
+    """Return `read(states)`; the cotangents of the results give the next states.
 
-
-def _read_backward(dtype, states, cotangents):
-    """Return the next histories and scales; zeros for a quantizer that recorded
-    nothing, which keeps its state.
+    Args:
+        read: a function of `states` in float32.
+        write: `(states, cotangents) -> next states`, all in float32; zeros for a
+            quantizer that recorded nothing, which keeps its state.
+        states: histories and scales.
     """
-    write = ops.write_rows if dtype == ROW else ops.write_histories
-    written = jax.tree.leaves(write(_plain(states), _plain(cotangents)))
+    return read(_plain(states))
+
+
+def _read_forward(read, write, states):
+    return with_next_states(read, write, states), states
+
+
+def _read_backward(read, write, states, cotangents):
+    written = jax.tree.leaves(write(_plain(states), _compat.plain(cotangents)))
     leaves, structure = jax.tree.flatten(states)
     new = _compat.cast(written, [leaf.dtype for leaf in leaves])
     return (structure.unflatten(new),)
 
 
-_read.defvjp(_read_forward, _read_backward)
+with_next_states.defvjp(_read_forward, _read_backward)
 
 
 def _plain(tree):
