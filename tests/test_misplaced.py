@@ -165,11 +165,6 @@ CASES = {
         lambda: dense(dot_general_cls=jaxfp8.DelayedScaling),
         "make_dot_general_cls|partial",
     ),
-    "class of a recipe": (
-        lambda: dense(dot_general=jaxfp8.DelayedScaling),
-        "DelayedScaling: a layer was given the recipe as its dot_general_cls or "
-        "dot_general",
-    ),
     "features of 4.0": (
         lambda: linen(jaxfp8.linen.Dense, 4.0),
         "features: expected an int",

@@ -176,21 +176,11 @@ class Quantizer:
         the message.
 
         Raises:
-            TypeError: `state` has another structure than the result of `init`.
-            ValueError: a leaf has another shape.
+            TypeError: `state` has another structure than the result of `init`, or a
+                leaf another shape.
         """
-        expected = jax.eval_shape(self.init)
-        if jax.tree.structure(state) != jax.tree.structure(expected):
-            raise TypeError(
-                f"{name}: {type(self).__name__} keeps {expected}, got {state!r}"
-            )
-        needed, got = (
-            list(map(np.shape, jax.tree.leaves(tree))) for tree in (expected, state)
-        )
-        if needed != got:
-            raise ValueError(
-                f"{name}: {type(self).__name__} keeps arrays of {needed}, got {got}"
-            )
+        first = jax.eval_shape(self.init)
+        _expect_alike(f"{name}: {type(self).__name__}", first, state)
 
     def fixed_scale(self, name: str, scale: Any) -> Any:
         """Return the Scale that `jaxfp8.freeze` keeps in place of the state; None where
@@ -311,40 +301,32 @@ def _fp8_dtype(where: str, dtype) -> np.dtype:
     return checked
 
 
+def _expect_alike(where, old, new) -> None:
+    """Raise a TypeError unless two states have the same structure and shapes."""
+    needed, got = (jax.tree.map(np.shape, state) for state in (old, new))
+    if jax.tree.structure(old) != jax.tree.structure(new) or needed != got:
+        raise TypeError(f"{where}: expected a state of shapes {needed}, got {got}")
+
+
 def _checked(quantizer, result, shape, state) -> tuple:
     """Check the result of `quantize` for a matrix of this shape and a state; return it,
     with scales f32[] as f32[1].
     """
     where = f"{type(quantizer).__name__}.quantize"
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise TypeError(
-            f"{where}: expected (QTensor, state), got {type(result).__name__}"
-        )
+    is_pair = isinstance(result, tuple) and len(result) == 2
+    if not is_pair or not isinstance(result[0], QTensor):
+        raise TypeError(f"{where}: expected (QTensor, state), got {result}")
     q, next_state = result
-    if not isinstance(q, QTensor):
-        raise TypeError(
-            f"{where}: expected (QTensor, state), got a {type(q).__name__} in place "
-            "of the QTensor"
-        )
-    if q.data.shape != shape:
-        raise ValueError(
-            f"{where}: data: expected the shape of x, {shape}, got {q.data.shape}"
-        )
-    if q.data_t is not None and q.data_t.shape != shape[::-1]:
-        raise ValueError(
-            f"{where}: data_t: expected {shape[::-1]}, got {q.data_t.shape}"
-        )
-    if q.scale_inv_t is not None and q.data_t is None:
-        raise ValueError(f"{where}: scale_inv_t: expected data_t beside it, got None")
+    _checks.shape(where, "data", q.data, shape)
     _check_scales(f"{where}: scale_inv", q.scale_inv, shape, q.block)
+    if q.data_t is not None:
+        _checks.shape(where, "data_t", q.data_t, shape[::-1])
     if q.scale_inv_t is not None:
-        _check_scales(f"{where}: scale_inv_t", q.scale_inv_t, shape[::-1], q.block)
-    expected, got = (jax.tree.map(jnp.shape, tree) for tree in (state, next_state))
-    if jax.tree.structure(state) != jax.tree.structure(next_state) or expected != got:
-        raise TypeError(
-            f"{where}: state: expected a next state like the state, {expected}, got "
-            f"{got}"
-        )
+        where_t = f"{where}: scale_inv_t"
+        if q.data_t is None:
+            raise ValueError(f"{where_t}: expected data_t beside it, got None")
+        _check_scales(where_t, q.scale_inv_t, shape[::-1], q.block)
+    _expect_alike(where, state, next_state)
     return q.map_scales(_as_vector), next_state
 
 
@@ -353,24 +335,16 @@ def _as_vector(scale):
 
 
 def _check_scales(where, scales, shape, block) -> None:
-    if not hasattr(scales, "shape"):
-        raise TypeError(
-            f"{where}: expected an array, f32[1] or a scale for each block, got "
-            f"{scales!r}"
-        )
-    if block is None:
-        is_right = scales.shape in ((), (1,))
-        if scales.ndim == 2 and 0 not in scales.shape:
-            rows, cols = scales.shape
-            is_right = shape[0] % rows == shape[1] % cols == 0
-        needed = (
-            f"f32[1], or as many scales as divide {shape} evenly; block=(rows, cols) "
-            "says which share a scale"
-        )
-    else:
+    got = getattr(scales, "shape", None)
+    is_right = got in ((), (1,))
+    needed = (
+        f"f32[1], or as many scales as divide {shape} evenly; block=(rows, cols) says "
+        "which share a scale"
+    )
+    if block is not None:
         needed = _blocks.count(block, *shape)
-        is_right = scales.shape == needed
+        is_right = got == needed
+    elif got is not None and len(got) == 2 and 0 not in got:
+        is_right = shape[0] % got[0] == shape[1] % got[1] == 0
     if not is_right:
-        raise ValueError(
-            f"{where}: expected {needed} for blocks {block}, got {scales.shape}"
-        )
+        raise ValueError(f"{where}: expected {needed} for blocks {block}, got {got}")

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import numbers
 from collections.abc import Iterable
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
@@ -124,16 +124,6 @@ class Recipe:
         super().__init_subclass__(**kwargs)
         jax.tree_util.register_static(cls)
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Make a recipe, unless a layer calls the class as its product.
-
-        Raises:
-            TypeError: a layer calls the class.
-        """
-        if "precision" in kwargs or "preferred_element_type" in kwargs:
-            raise _as_product(cls.__name__)
-        return super().__new__(cls)
-
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse to be the product of a layer: a layer calls the object in its field
         `dot_general`.
@@ -141,7 +131,13 @@ class Recipe:
         Raises:
             TypeError: always.
         """
-        raise _as_product(type(self).__name__)
+        name = type(self).__name__
+        raise TypeError(
+            f"{name}: a layer was given the recipe as its dot_general_cls or "
+            "dot_general, expected a product, or a factory of products: in Linen "
+            f"dot_general_cls=jaxfp8.make_dot_general_cls({name}(...)), in NNX "
+            f"dot_general=jaxfp8.nnx.Fp8DotGeneral({name}(...))"
+        )
 
     # Names of the quantizers' variables, in the order of `quantizers()`.
     operands = ByQuantizer._fields
@@ -247,15 +243,6 @@ def _quantizers(recipe) -> ByQuantizer:
     return ByQuantizer(*first, *second)
 
 
-def _as_product(name: str) -> TypeError:
-    return TypeError(
-        f"{name}: a layer was given the recipe as its dot_general_cls or dot_general, "
-        "expected a product, or a factory of products: in Linen "
-        f"dot_general_cls=jaxfp8.make_dot_general_cls({name}(...)), in NNX "
-        f"dot_general=jaxfp8.nnx.Fp8DotGeneral({name}(...))"
-    )
-
-
 def checked(where: str, recipe: Any) -> Recipe:
     """Return `recipe` if it is a Recipe; `where` names the argument in the message.
 
@@ -275,16 +262,6 @@ def checked(where: str, recipe: Any) -> Recipe:
 @dataclasses.dataclass(frozen=True)
 class HighPrecisionQuantizer(Quantizer):
     """Keep a tensor as it is: `data` is the tensor, and there is no scale."""
-
-    def check_state(self, name: str, state: Any) -> None:
-        """Raise a ValueError if `state` has leaves; `name` names the argument in the
-        message.
-        """
-        if jax.tree.leaves(state):
-            raise ValueError(
-                f"{name}: expected no state, as the recipe keeps this tensor "
-                f"unquantized, got {state!r}"
-            )
 
     def quantize(self, x: jax.Array, state: Any) -> tuple[QTensor, Any]:
         """Return `(QTensor, state)` of a matrix."""
