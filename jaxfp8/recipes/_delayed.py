@@ -261,12 +261,13 @@ def scales_from(
         )
         for i, (scale, scale_inv, zero) in zip(positions, results, strict=True):
             if not is_named:
-                scale, scale_inv = _scale_of_window(quantizers[i], states[i])
+                pair = _scale_of_window(quantizers[i], states[i], jnp.isnan(scale))
+                scale, scale_inv = pair
             scales[i] = Scale(scale, scale_inv, zero)
     return scales
 
 
-def _scale_of_window(quantizer, state):
+def _scale_of_window(quantizer, state, is_below_zero):
     """Return the scale and scale_inv of the amax that a user's function chooses.
 
     An empty history gives 0, so that the stored scale counts also where the function
@@ -276,7 +277,7 @@ def _scale_of_window(quantizer, state):
     amax = jnp.asarray(quantizer.amax_compute_algo(history), jnp.float32).reshape(1)
     amax = jnp.where(is_empty(history), jnp.zeros_like(amax), amax)
     return ops.amax_to_scale(
-        jnp.where(_is_below_zero(state), jnp.float32(-1), amax),
+        jnp.where(is_below_zero, jnp.float32(-1), amax),
         state.scale.reshape(1),
         fp8_max=fp8_max(quantizer.fp8_dtype),
         margin=quantizer.margin,
@@ -286,8 +287,3 @@ def _scale_of_window(quantizer, state):
 def is_empty(history: jax.Array) -> jax.Array:
     """Return bool[], whether a history f32 `(H,)` has no amax."""
     return ~jnp.any(_scaling.positive_finite(history))
-
-
-def _is_below_zero(state):
-    history, scale = state.amax_history, state.scale
-    return jnp.any(_scaling.below_zero(history)) | jnp.any(_scaling.below_zero(scale))

@@ -87,25 +87,22 @@ def flatten(tree) -> StateTree:
     Raises:
         ValueError: `nn.WeightNorm` has made a parameter of quantizer state.
     """
-    leaves, paths, nodes = [], [], []
+    leaves, paths, state = [], [], set()
     flatten_with_path = jax.tree_util.tree_flatten_with_path
     for path, node in flatten_with_path(tree, is_leaf=_is_state)[0]:
         inside = flatten_with_path(node)[0] if _is_state(node) else [((), node)]
         for rest, leaf in inside:
+            names = _names((*path, *rest))
+            if _is_state(node) or OVERWRITE_WITH_GRADIENT in names:
+                state.add(len(leaves))
             leaves.append(leaf)
-            paths.append(_names((*path, *rest)))
-            nodes.append(node)
+            paths.append(names)
     _refuse_weight_norm(paths)
     quantizers = _pairs(paths)
-    paired = set()
     for quantizer in quantizers:
-        paired.update(quantizer.positions())
-    unpaired = []
-    for i, (path, node) in enumerate(zip(paths, nodes, strict=True)):
-        is_state = _is_state(node) or OVERWRITE_WITH_GRADIENT in path
-        if is_state and i not in paired:
-            unpaired.append(i)
-    return StateTree(jax.tree.structure(tree), leaves, paths, quantizers, unpaired)
+        state.difference_update(quantizer.positions())
+    treedef = jax.tree.structure(tree)
+    return StateTree(treedef, leaves, paths, quantizers, sorted(state))
 
 
 def _refuse_weight_norm(paths) -> None:

@@ -213,9 +213,8 @@ class StaticScalingQuantizer(TensorwiseQuantizer):
 
     def choose_scale(self, current_amax: Any, scale: Any, reduce: Any) -> Scale:
         """Return the constant scale; see `TensorwiseQuantizer.choose_scale`."""
-        with np.errstate(over="ignore"):  # a bound near the smallest floats
-            quotient = np.float32(fp8_max(self.fp8_dtype)) / np.float32(self.bound)
-        scale = np.clip(
-            quotient, np.float32(_scaling.MIN_SCALE), np.float32(_scaling.MAX_SCALE)
-        ).reshape(1)
-        return Scale(jnp.asarray(scale), jnp.asarray(np.float32(1) / scale), None)
+        # The quotient of two float32 in float64, rounded to float32, is rounded once.
+        quotient = fp8_max(self.fp8_dtype) / float(np.float32(self.bound))
+        quotient = np.clip(quotient, _scaling.MIN_SCALE, _scaling.MAX_SCALE)
+        scale = np.full(1, quotient, np.float32)
+        return Scale(jnp.asarray(scale), jnp.asarray(1 / scale), None)

@@ -263,31 +263,12 @@ def fork(state: Any) -> Any:
         `(state, state)`.
     """
 
-    def handles(leaf):
-        if _compat.is_max(leaf):
-            return leaf, leaf
-        return _fork(shared(leaf).astype(leaf.dtype))
-
-    pairs = jax.tree.map(handles, state)
-    return jax.tree.transpose(
-        jax.tree.structure(state), jax.tree.structure((0, 0)), pairs
-    )
+    # Each handle is a cast of its own, and their cotangents meet before it.
+    return jax.tree.map(_handle, state), jax.tree.map(_handle, state)
 
 
-@jax.custom_vjp
-def _fork(leaf):
-    return leaf, leaf
-
-
-def _fork_fwd(leaf):
-    return (leaf, leaf), None
-
-
-def _fork_bwd(residuals, cotangents):
-    return (jnp.maximum(*cotangents),)
-
-
-_fork.defvjp(_fork_fwd, _fork_bwd)
+def _handle(leaf):
+    return leaf if _compat.is_max(leaf) else shared(leaf).astype(leaf.dtype)
 
 
 def spread(state: Any, count: int) -> Any:

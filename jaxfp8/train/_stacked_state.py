@@ -7,7 +7,6 @@ writes them, with one launch each.
 """
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -71,28 +70,6 @@ class StackedState:
         return self.treedef.unflatten(
             [rows[kind][name][row] for kind, name, row in self.places]
         )
-
-
-def _static_to_bytes(static) -> bytes:
-    treedef, places = static
-    return json.dumps(treedef.unflatten(places)).encode()
-
-
-def _static_from_bytes(text) -> tuple:
-    def is_place(node):
-        return isinstance(node, list)
-
-    places, treedef = jax.tree.flatten(json.loads(text), is_leaf=is_place)
-    return treedef, tuple(map(tuple, places))
-
-
-# Programs that take or return state can be saved: jax.export.Exported.serialize.
-jax.export.register_pytree_node_serialization(
-    StackedState,
-    serialized_name="jaxfp8.StackedState",
-    serialize_auxdata=_static_to_bytes,
-    deserialize_auxdata=_static_from_bytes,
-)
 
 
 def _product_and_name(path) -> tuple[str, str]:
