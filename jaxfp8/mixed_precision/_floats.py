@@ -14,9 +14,8 @@ from .._jax._trees import Tree
 from ..dot import _frozen
 from ..recipes import QTensor, _state_tree
 
-_FLOATS = {np.dtype(t) for t in (np.float16, jnp.bfloat16, np.float32, np.float64)}
+_FLOATS = np.float16, jnp.bfloat16, np.float32, np.float64
 _FROZEN = (_frozen.KERNEL_SCALE_INV,)
-_COMPLEX = {np.dtype(t) for t in (np.complex64, np.complex128)}
 
 
 def is_float(leaf) -> bool:
@@ -30,7 +29,7 @@ def is_inexact(leaf) -> bool:
     """Return whether `leaf` is a Python float, or an array of floats or complex
     numbers.
     """
-    is_complex = getattr(leaf, "dtype", None) in _COMPLEX
+    is_complex = getattr(leaf, "dtype", None) in (np.complex64, np.complex128)
     return is_complex or is_float(leaf) or isinstance(leaf, (float, complex))
 
 

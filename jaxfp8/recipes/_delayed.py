@@ -161,13 +161,6 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
                 raise TypeError(
                     f"{name}: expected a QuantizerState of arrays, got {state!r}"
                 )
-            if leaf.dtype.name == "fp8_meta32":
-                raise TypeError(
-                    f"{name}: expected float32 leaves, got Flax's "
-                    "fp8_ops.fp32_max_grad; pass the state as it is, and take "
-                    "jaxfp8.grad or jaxfp8.value_and_grad, in which its uses combine "
-                    "by max"
-                )
             is_float = jnp.issubdtype(leaf.dtype, jnp.floating) or _compat.is_max(leaf)
             if not (is_float and getattr(leaf.dtype, "isnative", True)):
                 raise TypeError(f"{name}: expected float32 leaves, got {leaf.dtype}")
@@ -195,7 +188,7 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
         x = _checks.high_precision("DelayedScalingQuantizer.quantize", "x", x)
         q, _ = self.quantize_operand(x, self.scale_from(state))
         pair = state.amax_history, state.scale.reshape(1)
-        (((*pair,),),) = ops.write_histories([[pair]], [[(q.recorded, q.scale_inv)]])
+        [[pair]] = ops.write_histories([[pair]], [[(q.recorded, q.scale_inv)]])
         return q, QuantizerState(*pair)
 
     def fixed_scale(self, name: str, scale: Scale | None) -> Scale | None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .. import ops
@@ -206,13 +207,20 @@ def cotangent(
         amaxes: see `ops.join_recorded`.
     """
     states = [None if q is None else q.recorded for q in quantized]
-    if reading is not None:
-        ct = _reading.cotangent(quantized[:3], reduce, reading, amaxes)
-        states[:3] = None, None, QuantizerState(None, ct)
+    if reading is None:
+        for i, amax in enumerate(states):
+            if amax is not None and isinstance(quantizers[i], DelayedScalingQuantizer):
+                scale_inv = quantized[i].scale_inv
+                pair = reduce(amax, scale_inv), scale_inv
+                states[i] = Scale(*_compat.cast(pair, _RECORDED), None)
         return DotGeneralState(*states)
-    for i, amax in enumerate(states):
-        if amax is not None and isinstance(quantizers[i], DelayedScalingQuantizer):
-            scale_inv = quantized[i].scale_inv
-            pair = reduce(amax, scale_inv), scale_inv
-            states[i] = Scale(*_compat.cast(pair, _RECORDED), None)
+    zero = jnp.zeros((1,), jnp.float32)
+    recorded = [(zero, zero)] * 3
+    for i, amax in enumerate(states[:3]):
+        if amax is not None:
+            recorded[i] = amax, quantized[i].scale_inv
+    in_loop = reading.dtype == _reading.READING
+    ct = ops.join_recorded(recorded, amaxes if in_loop else None, in_loop=in_loop)
+    ct = _compat.to_max(reduce(ct, reading), reading.dtype)
+    states[:3] = None, None, QuantizerState(None, ct)
     return DotGeneralState(*states)

@@ -24,7 +24,6 @@ from .._jax import _compat
 from ..numerics import HYBRID, _scaling, fp8_max
 from ._state import DotGeneralState
 from ._state_tree import StateTree, slot_axis
-from ._tensor import QTensor
 
 _OPERANDS = ("input", "kernel", "output_grad")
 # The dtypes whose scales a reading has, by operand.
@@ -96,14 +95,11 @@ def stacked_products(flat: StateTree) -> list[list]:
 def _is_stacked(flat, quantizers) -> bool:
     leading = set()
     for quantizer in quantizers:
-        history = flat.leaves[quantizer.amax_history]
-        scale = flat.leaves[quantizer.scale]
+        history, scale = (flat.leaves[i] for i in quantizer.positions())
         for leaf in (history, scale):
-            if (
-                not isinstance(leaf, jax.core.Tracer)
-                or not jnp.issubdtype(leaf.dtype, jnp.floating)
-                or leaf.ndim < 2
-            ):
+            is_traced = isinstance(leaf, jax.core.Tracer)
+            is_float = is_traced and jnp.issubdtype(leaf.dtype, jnp.floating)
+            if not is_float or leaf.ndim < 2:
                 return False
         # A loop over another axis than the leading ones may have moved the slots from
         # the last axis.
@@ -181,25 +177,3 @@ def _plain(tree):
     """Return a tree of state with float32 in place of the max dtypes."""
     leaves, structure = jax.tree.flatten(tree)
     return structure.unflatten(_compat.plain(leaves))
-
-
-def cotangent(
-    quantized: Sequence[QTensor | None], reduce: Any, reading: jax.Array, amaxes: Any
-) -> jax.Array:
-    """Return the cotangent of a reading `[6 * k]`.
-
-    Args:
-        quantized: for each quantizer the QTensor that it made; None for a quantizer
-            that did not run.
-        reduce: `(amax, state leaf) -> amax`, over the devices that share the state.
-        reading: the reading, in whose dtype the cotangent is.
-        amaxes: see `ops.join_recorded`.
-    """
-    zero = jnp.zeros((1,), jnp.float32)
-    recorded = [(zero, zero)] * len(quantized)
-    for i, q in enumerate(quantized):
-        if q is not None and q.recorded is not None:
-            recorded[i] = q.recorded, q.scale_inv
-    in_loop = reading.dtype == READING
-    ct = ops.join_recorded(recorded, amaxes if in_loop else None, in_loop=in_loop)
-    return _compat.to_max(reduce(ct, reading), reading.dtype)

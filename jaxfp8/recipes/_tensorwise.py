@@ -59,8 +59,6 @@ class TensorwiseQuantizer(FP8Quantizer):
         data_t = rest.pop(0) if options.columnwise else None
         amax = rest.pop(0) if amaxes else None
         q = QTensor(data, chosen.scale_inv, data_t, recorded=amax, cols=options.cols)
-        if not options.column_sums:
-            return q, None
         return q, rest[0] if rest else options.sum_rows(x)
 
     def choose_scale(self, current_amax: Any, scale: Any, reduce: Any) -> Scale:

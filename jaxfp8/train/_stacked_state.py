@@ -38,10 +38,11 @@ class StackedState:
         """Stack a collection."""
         leaves, treedef = jax.tree_util.tree_flatten_with_path(collection)
         # 1. Find the products, and those that are alike.
-        products = {}
+        products, places = {}, []
         for path, leaf in leaves:
             product, name = _product_and_name(path)
             products.setdefault(product, {})[name] = leaf
+            places.append((product, name))
         alike = {}
         for product, named in products.items():
             kind = tuple((name, jax.typeof(leaf)) for name, leaf in named.items())
@@ -53,11 +54,9 @@ class StackedState:
             arrays[first] = jax.tree.map(lambda *rows: jnp.stack(rows), *group.values())
             rows |= {product: (first, row) for row, product in enumerate(group)}
         # 3. Note where each leaf went.
-        places = []
-        for path, _ in leaves:
-            product, name = _product_and_name(path)
+        for i, (product, name) in enumerate(places):
             kind, row = rows[product]
-            places.append((kind, name, row))
+            places[i] = kind, name, row
         return cls(arrays, treedef, tuple(places))
 
     def unstacked(self) -> Any:

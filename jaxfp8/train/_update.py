@@ -99,8 +99,7 @@ def _next_of_quantizers(before, gradient) -> tuple[dict, dict]:
         then = [gradient.get(before.paths[i]) for i in positions]
         if any(leaf is None for leaf in then):
             continue
-        for argument, leaves in (("old", now), ("new", then)):
-            _state_tree.slot_axis(f"update_state: {argument}: {q.name}", *leaves)
+        _state_tree.slot_axis(f"update_state: old: {q.name}", *now)
         _check_shapes(q.name, now, then)
         kind = tuple(map(jax.typeof, now + then))
         alike.setdefault(kind, []).append((q.name, positions, now + then))
