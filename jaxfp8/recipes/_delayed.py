@@ -86,18 +86,8 @@ class DelayedScaling(Recipe):
                 "pipeline have scales of their own all the same; "
                 "shard_map(check_vma=False) takes their axes from pipeline_axes"
             )
-        self.expect_number("margin", numbers.Real, "a number")
-        self.expect(
-            -64 <= self.margin <= 64,
-            "margin",
-            "a number of powers of two between -64 and 64",
-        )
-        self.expect_number("amax_history_len", numbers.Integral, "an int")
-        self.expect(
-            1 <= self.amax_history_len < 2**31,
-            "amax_history_len",
-            "at least 1, and below 2**31",
-        )
+        self.expect_number("margin", numbers.Real, -64, 64)
+        self.expect_number("amax_history_len", numbers.Integral, 1, 2**31 - 1)
         algos = "max", "most_recent"
         is_algo = callable(self.amax_compute_algo) or self.amax_compute_algo in algos
         needed = '"max", "most_recent" or a function of the history'
@@ -207,31 +197,23 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
         """Return the scale of the state, or without a state the scale of the tensor's
         own amax.
         """
+        choose_current = super().choose_scale
         if scale is None:
-            return super().choose_scale(current_amax, scale, reduce)
+            return choose_current(current_amax, None, reduce)
         if scale.history is None:
             return scale
+        # The scale of a state below zero is NaN, whatever the tensor is. A scale of 1
+        # that no amax chose gives way in a product without a backward: a copy that
+        # never trains would keep it for ever.
+        gives_way = scale.scale == (scale.scale if self.first_step == "current" else 1)
+        takes_own = gives_way.reshape(()) & is_empty(scale.history)
+        pair = scale.scale, scale.scale_inv
 
-        def current_scale():
-            amax = reduce(current_amax(), scale.scale).reshape(1)
-            return ops.amax_to_scale(
-                amax,
-                scale.scale_inv,
-                fp8_max=fp8_max(self.fp8_dtype),
-                margin=self.margin,
-            )
+        def current_pair():
+            chosen = choose_current(current_amax, scale, reduce)
+            return chosen.scale, chosen.scale_inv
 
-        takes_own, pair = _takes_own_amax(self, scale), (scale.scale, scale.scale_inv)
-        return Scale(*jax.lax.cond(takes_own, current_scale, lambda: pair), scale.amax)
-
-
-def _takes_own_amax(quantizer, scale) -> jax.Array:
-    """Return bool[], whether the amax of the tensor gives its scale."""
-    # The scale of a state below zero is NaN, whatever the tensor is. A scale of 1 that
-    # no amax chose gives way in a product without a backward: a copy that never trains
-    # would keep it for ever.
-    gives_way = scale.scale == (scale.scale if quantizer.first_step == "current" else 1)
-    return gives_way.reshape(()) & is_empty(scale.history)
+        return Scale(*jax.lax.cond(takes_own, current_pair, lambda: pair), scale.amax)
 
 
 def scales_from(
@@ -240,10 +222,10 @@ def scales_from(
     """Compute the scales of states of delayed scaling, f32; one op serves quantizers
     with equal options.
     """
-    scales = [None] * len(states)
-    options = [(q.margin, q.amax_compute_algo) for q in quantizers]
-    for margin, algo in dict.fromkeys(options):
-        positions = [i for i, each in enumerate(options) if each == (margin, algo)]
+    scales, alike = [None] * len(states), {}
+    for i, q in enumerate(quantizers):
+        alike.setdefault((q.margin, q.amax_compute_algo), []).append(i)
+    for (margin, algo), positions in alike.items():
         is_named = isinstance(algo, str)
         results = ops.delayed_scales(
             [states[i].amax_history for i in positions],

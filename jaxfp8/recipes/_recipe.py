@@ -191,13 +191,16 @@ class Recipe:
                 f"{getattr(self, name)!r}"
             )
 
-    def expect_number(self, name: str, kind: type, needed: str) -> None:
+    def expect_number(
+        self, name: str, kind: type, least: float, most: float = np.inf
+    ) -> None:
         """Raise a TypeError unless the option `name` is a number of a kind, and not a
-        bool.
+        bool; a ValueError unless it is from `least` to `most`.
         """
-        value = getattr(self, name)
+        value, needed = getattr(self, name), f"a number from {least} to {most}"
         is_number = isinstance(value, kind) and not isinstance(value, bool)
-        self.expect(is_number, name, needed, TypeError)
+        self.expect(is_number, name, f"{needed}, {kind.__name__}", TypeError)
+        self.expect(least <= value <= most, name, needed)
 
     def __post_init__(self) -> None:
         """Check the options that all recipes share, and turn iterables of names into
@@ -213,19 +216,15 @@ class Recipe:
         for name in ("power_2_scale", "fp8_residuals"):
             is_bool = isinstance(getattr(self, name, False), (bool, np.bool_))
             self.expect(is_bool, name, "a bool", TypeError)
-        names = {"precise": f"names out of {PRODUCTS}"}
-        if self.pipeline_axes is not None:
-            names["pipeline_axes"] = "mesh axis names"
-        for name, needed in names.items():
+        for name in ("precise", "pipeline_axes"):
             value = getattr(self, name)
-            is_names = isinstance(value, Iterable) and not isinstance(value, str)
-            self.expect(is_names, name, f"a tuple of {needed}", TypeError)
-            object.__setattr__(self, name, tuple(value))
-        self.expect(
-            set(self.precise) <= set(PRODUCTS), "precise", f"names out of {PRODUCTS}"
-        )
-        self.expect_number("min_size", numbers.Integral, "an int")
-        self.expect(self.min_size >= 0, "min_size", "at least 0")
+            if value is not None or name == "precise":
+                is_names = isinstance(value, Iterable) and not isinstance(value, str)
+                self.expect(is_names, name, "a tuple of names", TypeError)
+                object.__setattr__(self, name, tuple(value))
+        needed = f"names out of {PRODUCTS}"
+        self.expect(set(self.precise) <= set(PRODUCTS), "precise", needed)
+        self.expect_number("min_size", numbers.Integral, 0)
         if self.wgrad_dtype is not None:
             # Equal dtypes have several names, and equal recipes one program.
             where = type(self).__name__, "wgrad_dtype"

@@ -115,14 +115,6 @@ def _refuse_weight_norm(paths) -> None:
             )
 
 
-def prefix_of(name: str) -> str | None:
-    """Return the prefix `{p}` of a name `{p}amax_history`; None if `name` is not the
-    name of a history.
-    """
-    prefix = name.removesuffix(_HISTORY)
-    return None if prefix == name or (prefix and not prefix.endswith("_")) else prefix
-
-
 def slot_axis(where: str, history, scale) -> int:
     """Return the axis of the slots of a history; all other axes are rows.
 
@@ -174,11 +166,11 @@ def _pairs(paths) -> list[Quantizer]:
     where = {path: i for i, path in enumerate(paths)}
     pairs = []
     for i, path in enumerate(paths):
-        prefix = prefix_of(path[-1]) if path else None
-        if prefix is None:
-            continue
-        scale = where.get((*path[:-1], prefix + _SCALE))
-        if scale is not None:
-            name = "/".join(filter(None, (*path[:-1], prefix.rstrip("_"))))
+        *parent, leaf = path or ("",)
+        prefix = leaf.removesuffix(_HISTORY)
+        is_history = prefix != leaf and (not prefix or prefix.endswith("_"))
+        scale = where.get((*parent, prefix + _SCALE))
+        if is_history and scale is not None:
+            name = "/".join(filter(None, (*parent, prefix.rstrip("_"))))
             pairs.append(Quantizer(name, i, scale))
     return pairs

@@ -72,10 +72,14 @@ class TensorwiseQuantizer(FP8Quantizer):
             scale: see `quantize_operand`.
             reduce: see `OperandOptions`.
         """
-        amax = reduce(current_amax(), None).reshape(1)
-        default = jnp.ones((1,), jnp.float32)
+        leaf, stored = None, jnp.ones((1,), jnp.float32)
+        if scale is not None:
+            leaf, stored = scale.scale, scale.scale_inv
         pair = ops.amax_to_scale(
-            amax, default, fp8_max=fp8_max(self.fp8_dtype), margin=self.margin
+            reduce(current_amax(), leaf),
+            stored,
+            fp8_max=fp8_max(self.fp8_dtype),
+            margin=self.margin,
         )
         if self.power_2_scale:
             pair = _scaling.floor_to_power_of_two(pair[0])
@@ -169,8 +173,7 @@ class StaticScaling(Recipe):
         for name in ("input", "kernel", "output_grad"):
             bound = getattr(self, name)
             if bound is not None:
-                needed = "a number, or None for the tensor's own amax"
-                self.expect_number(name, numbers.Real, needed)
+                self.expect_number(name, numbers.Real, 0)
                 in_range = 0 < _scaling.to_float32(bound) < np.inf
                 self.expect(in_range, name, "a bound above 0 and finite in float32")
         super().__post_init__()
