@@ -8,6 +8,7 @@ one is refused at import.
 """
 
 import dataclasses
+import functools
 import pkgutil
 import weakref
 from collections.abc import Callable
@@ -307,7 +308,7 @@ _lax_module._stop_gradient = _stop_gradient
 known_results = {}
 
 
-def once(function, operands, *static, vmap_dims=0):
+def once(function, operands, *static):
     """Return `function(operands, *static)`, a list of arrays, computed where the
     operands are from, and once for the same ones: the cotangents of all uses meet
     there.
@@ -320,19 +321,12 @@ def once(function, operands, *static, vmap_dims=0):
         function: a function of a list of arrays.
         operands: the arrays.
         static: hashable arguments.
-        vmap_dims: the number of leading dimensions of all operands that are a batch.
     """
-
-    def run(operands):
-        return function(operands, *static)
-
-    for _ in range(vmap_dims):
-        run = jax.vmap(run)
     traces = [getattr(x, "_trace", None) for x in operands]
     if traces[0] is None or traces.count(traces[0]) < len(traces):
-        return run(operands)
+        return function(operands, *static)
     results_of_first = _results_of(operands[0])
-    key = function, tuple(map(id, operands)), static, vmap_dims
+    key = function, tuple(map(id, operands)), static
     if key in results_of_first:
         then, results = ([x() for x in xs] for xs in results_of_first[key])
         # The id of a tracer that has died may be that of another tracer now.
@@ -342,10 +336,9 @@ def once(function, operands, *static, vmap_dims=0):
     mesh = jax.typeof(operands[0]).sharding.mesh
     with set_current_trace(traces[0]), use_abstract_mesh(mesh):
         if hasattr(operands[0], "batch_dim"):
-            params = {"function": function, "static": static, "vmap_dims": vmap_dims}
-            results = _of_batch_p.bind(*operands, **params)
+            results = _of_batch_p.bind(*operands, function=function, static=static)
         else:
-            results = run(operands)
+            results = function(operands, *static)
     # A result of `jit`'s trace holds its operands, and lives as long as it is used.
     is_of_jit = isinstance(traces[0], _DynamicJaxprTrace)
     hold = weakref.ref if is_of_jit else _strong_reference
@@ -353,15 +346,17 @@ def once(function, operands, *static, vmap_dims=0):
     return results
 
 
-def _once_of_batch(operands, dims, *, function, static, vmap_dims):
+def _once_of_batch(operands, dims, *, function, static):
     """Compute with the operands of a `vmap` where these are from."""
     # A moved array would be one of the innermost trace.
     pairs = zip(operands, dims, strict=True)
     operands = [x if d == 0 else jnp.moveaxis(x, d, 0) for x, d in pairs]
-    results = once(function, operands, *static, vmap_dims=vmap_dims + 1)
+    in_axes = 0, *[None] * len(static)
+    results = once(_vmapped(function, in_axes), operands, *static)
     return results, [0] * len(results)
 
 
+_vmapped = functools.cache(jax.vmap)  # the same function each time, for `once`
 _of_batch_p = Primitive("jaxfp8_once")
 _of_batch_p.multiple_results = True
 batching.primitive_batchers[_of_batch_p] = _once_of_batch

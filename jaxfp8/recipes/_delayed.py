@@ -25,6 +25,8 @@ from ._state import QuantizerState, Scale
 from ._tensor import QTensor
 from ._tensorwise import TensorwiseQuantizer
 
+AmaxComputeAlgo = Literal["max", "most_recent"] | Callable[[jax.Array], jax.Array]
+
 
 @dataclasses.dataclass(frozen=True)
 class DelayedScaling(Recipe):
@@ -69,9 +71,7 @@ class DelayedScaling(Recipe):
 
     margin: float = 0
     amax_history_len: int = 1024
-    amax_compute_algo: (
-        Literal["max", "most_recent"] | Callable[[jax.Array], jax.Array]
-    ) = "max"
+    amax_compute_algo: AmaxComputeAlgo = "max"
     fp8_format: Format = HYBRID
     first_step: Literal["unit", "current"] = "unit"
     reduce_amax: dataclasses.InitVar[bool] = dataclasses.field(
@@ -121,9 +121,7 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
     fp8_dtype: np.dtype = E4M3.dtype
     margin: float = 0
     amax_history_len: int = 1024
-    amax_compute_algo: (
-        Literal["max", "most_recent"] | Callable[[jax.Array], jax.Array]
-    ) = "max"
+    amax_compute_algo: AmaxComputeAlgo = "max"
     first_step: Literal["unit", "current"] = "unit"
 
     def init(self) -> QuantizerState:

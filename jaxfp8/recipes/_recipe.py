@@ -262,10 +262,6 @@ def checked(where: str, recipe: Any) -> Recipe:
 class HighPrecisionQuantizer(Quantizer):
     """Keep a tensor as it is: `data` is the tensor, and there is no scale."""
 
-    def quantize(self, x: jax.Array, state: Any) -> tuple[QTensor, Any]:
-        """Return `(QTensor, state)` of a matrix."""
-        return QTensor(x, None), state
-
     def quantize_operand(
         self, x: jax.Array, scale: Any, options: OperandOptions = DEFAULT
     ) -> Quantized:

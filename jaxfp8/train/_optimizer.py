@@ -319,17 +319,18 @@ def _with_state(tree, source, function) -> Any:
     """Return `tree` with `function(leaf)`, for each leaf of state in `source`, in the
     empty node of that leaf.
     """
-    flat = _state_tree.flatten(source)
-    leaves, treedef = jax.tree.flatten(
-        tree, is_leaf=lambda node: isinstance(node, optax.MaskedNode)
-    )
     # A leaf in an NNX variable comes with the variable.
     nodes = jax.tree.leaves(source, is_leaf=_state_tree.is_variable)
     # `tree` lacks the leaves of `source` that have no gradient, such as functions.
-    holes = [i for i, leaf in enumerate(leaves) if isinstance(leaf, NoState)]
-    for hole, i in zip(holes, flat.positions(), strict=True):
-        leaves[hole] = jax.tree.map(function, nodes[i])
-    return treedef.unflatten(leaves)
+    state = [nodes[i] for i in _state_tree.flatten(source).positions()]
+
+    def filled(node):
+        is_hole = isinstance(node, NoState)
+        return jax.tree.map(function, state.pop(0)) if is_hole else node
+
+    tree = jax.tree.map(filled, tree, is_leaf=lambda node: isinstance(node, NoState))
+    assert not state
+    return tree
 
 
 def _argument_without_state(argument, params):
