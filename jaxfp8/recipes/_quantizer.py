@@ -2,7 +2,6 @@
 tensor of a product into codes.
 """
 
-import contextlib
 import dataclasses
 import enum
 from collections.abc import Callable
@@ -223,16 +222,19 @@ class Quantizer:
         # dimensions are vmapped.
         matrices = _shapes.merge(x, *[1] * batch, rows)
 
-        def as_matrix(scale):
-            return scale.reshape(1, 1) if scale.ndim == 1 else scale
+        one_scale = (1, 1) if batch else (1,)
+
+        def as_scales(scale):
+            return scale.reshape(one_scale) if scale.ndim < 2 else scale
 
         def of_matrix(matrix):
             matrix = matrix.mT if contract_first else matrix
             result = self.quantize(matrix, state)
-            q, next_state = _checked(self, result, matrix.shape, state)
+            _check_result(self, result, matrix.shape, state)
+            q, next_state = result
             if contract_first:
                 q = q.transposed()
-            return q.map_scales(as_matrix) if batch else q, next_state
+            return q.map_scales(as_scales), next_state
 
         # The devices that share a state agree on the next one, and all matrices of a
         # batch have one state.
@@ -271,34 +273,17 @@ class FP8Quantizer(Quantizer):
     power_2_scale = False
 
     def __post_init__(self) -> None:
-        dtype = _fp8_dtype(type(self).__name__, self.fp8_dtype)
+        dtype = self.fp8_dtype
+        # HYBRID has two dtypes; numpy takes the other formats as theirs.
+        if isinstance(dtype, Format) and dtype.dtype != dtype.backward_dtype:
+            dtype = dtype.name
+        dtype = _checks.dtype(type(self).__name__, "fp8_dtype", dtype, FP8_DTYPES)
         object.__setattr__(self, "fp8_dtype", dtype)
 
     def quantize(self, x: jax.Array, state: Any) -> tuple[QTensor, Any]:
         """Quantize a matrix; return `(QTensor, next state)`."""
         x = _checks.high_precision(f"{type(self).__name__}.quantize", "x", x)
         return self.quantize_operand(x, None)[0], state
-
-
-def _fp8_dtype(where: str, dtype) -> np.dtype:
-    """Return the FP8 dtype that `dtype` stands for: a dtype itself, or
-    `jaxfp8.Format.E4M3` or `E5M2`.
-
-    Raises:
-        TypeError: `dtype` is something else; `where` begins the message.
-    """
-    checked = None
-    if isinstance(dtype, Format):  # HYBRID has two dtypes
-        if dtype.dtype == dtype.backward_dtype:
-            checked = dtype.dtype
-    else:
-        with contextlib.suppress(TypeError):
-            checked = np.dtype(dtype)
-    if checked not in FP8_DTYPES:
-        raise TypeError(
-            f"{where}: fp8_dtype: expected float8_e4m3fn or float8_e5m2, got {dtype!r}"
-        )
-    return checked
 
 
 def _expect_alike(where, old, new) -> None:
@@ -308,10 +293,8 @@ def _expect_alike(where, old, new) -> None:
         raise TypeError(f"{where}: expected a state of shapes {needed}, got {got}")
 
 
-def _checked(quantizer, result, shape, state) -> tuple:
-    """Check the result of `quantize` for a matrix of this shape and a state; return it,
-    with scales f32[] as f32[1].
-    """
+def _check_result(quantizer, result, shape, state) -> None:
+    """Check the result of `quantize` for a matrix of this shape and a state."""
     where = f"{type(quantizer).__name__}.quantize"
     is_pair = isinstance(result, tuple) and len(result) == 2
     if not is_pair or not isinstance(result[0], QTensor):
@@ -327,11 +310,6 @@ def _checked(quantizer, result, shape, state) -> tuple:
             raise ValueError(f"{where_t}: expected data_t beside it, got None")
         _check_scales(where_t, q.scale_inv_t, shape[::-1], q.block)
     _expect_alike(where, state, next_state)
-    return q.map_scales(_as_vector), next_state
-
-
-def _as_vector(scale):
-    return scale.reshape(1) if scale.ndim == 0 else scale
 
 
 def _check_scales(where, scales, shape, block) -> None:

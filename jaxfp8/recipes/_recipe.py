@@ -214,8 +214,7 @@ class Recipe:
             is_format = isinstance(self.fp8_format, Format)
             self.expect(is_format, "fp8_format", needed, TypeError)
         for name in ("power_2_scale", "fp8_residuals"):
-            is_bool = isinstance(getattr(self, name, False), (bool, np.bool_))
-            self.expect(is_bool, name, "a bool", TypeError)
+            _checks.flag(type(self).__name__, name, getattr(self, name, False))
         for name in ("precise", "pipeline_axes"):
             value = getattr(self, name)
             if value is not None or name == "precise":

@@ -67,21 +67,20 @@ def max_grad(tree: Tree) -> Tree:
     #    and these get its gradients.
     #    The rows of a StackedState are products that are not in a loop.
     in_stacks = leaves_in_stacks(tree)
-    in_loops, readings = {}, {}
+    in_loops = {}
     for quantizers in _reading.stacked_products(flat):
         positions = [q.positions() for q in quantizers]
         pairs = jax.tree.map(state.get, positions)
-        place = quantizers[-1].scale
-        if in_stacks[place] and pairs[0][0].ndim == 2:
-            readings[place] = _reading.read_rows(pairs)
-        else:
-            in_loops[place] = pairs
         for i in jax.tree.leaves(positions):
             state[i] = jax.lax.stop_gradient(flat.leaves[i])
+        place = quantizers[-1].scale
+        if in_stacks[place] and pairs[0][0].ndim == 2:
+            state[place] = _reading.read_rows(pairs)
+        else:
+            in_loops[place] = pairs
     if in_loops:
-        of_loops = _reading.read(list(in_loops.values()))
-        readings |= zip(in_loops, of_loops, strict=True)
-    state |= readings
+        readings = _reading.read(list(in_loops.values()))
+        state |= zip(in_loops, readings, strict=True)
     return unstack_state(flat.replace(state))
 
 
