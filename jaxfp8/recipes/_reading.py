@@ -110,20 +110,19 @@ def _is_stacked(flat, quantizers) -> bool:
 
 
 def read(products: Sequence[Sequence[tuple[jax.Array, jax.Array]]]) -> list[jax.Array]:
-    """Read the state of products, each of k quantizers.
+    """Read the state of products, each of three quantizers.
 
     Args:
-        products: for each product, k pairs of a history `[..., H]` and a scale
+        products: for each product, three pairs of a history `[..., H]` and a scale
             `[..., 1]`, in the max dtype. H may differ between pairs.
 
     Returns:
-        For each product its reading `[..., 6 * k]`. The backward turns cotangents of
+        For each product its reading `[..., 18]`. The backward turns cotangents of
         readings into next states.
     """
-    fp8_max = [_FP8_MAX[: len(pairs)] for pairs in products]
 
     def read_products(states):
-        readings = ops.read_histories(states, fp8_max=fp8_max)
+        readings = ops.read_histories(states, fp8_max=[_FP8_MAX] * len(states))
         return _compat.cast(readings, [READING] * len(readings))
 
     return with_next_states(read_products, ops.write_histories, products)
@@ -133,14 +132,14 @@ def read_rows(pairs: Sequence[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
     """Read the state of products that are rows of the same arrays, as `read` does.
 
     Args:
-        pairs: k pairs of a history `[n, H]` and a scale `[n, 1]`, in the max dtype.
+        pairs: three pairs of a history `[n, H]` and a scale `[n, 1]`, in the max dtype.
 
     Returns:
-        n readings `[6 * k]`.
+        n readings `[18]`.
     """
 
     def read_rows_of(states):
-        readings = ops.read_rows(states, fp8_max=_FP8_MAX[: len(states)])
+        readings = ops.read_rows(states, fp8_max=_FP8_MAX)
         return _compat.cast(readings, [ROW] * len(readings))
 
     return with_next_states(read_rows_of, ops.write_rows, pairs)
