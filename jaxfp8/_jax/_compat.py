@@ -8,6 +8,7 @@ one is refused at import.
 """
 
 import dataclasses
+import functools
 import pkgutil
 import weakref
 from collections.abc import Callable
@@ -302,103 +303,124 @@ def _stop_gradient(x):
 _lax_module._stop_gradient = _stop_gradient
 
 
-class OncePrimitive(Primitive):
-    """An operation with several results that runs where its operands are from, and once
-    on the same operands: the cotangents of all uses meet there.
+# What `once` knows of tracers, by their id: {key: (references to operands, references
+# to results)}.
+known_results = {}
+
+
+def once(function, operands, *static):
+    """Return `function(operands, *static)`, a list of arrays, computed where the
+    operands are from, and once for the same ones: the cotangents of all uses meet
+    there.
 
     What a loop body, a branch or a rematerialized function computes of operands from
     outside is then computed outside. Operands that are no tracers, or are from several
     traces, are computed with where they are used.
+
+    Args:
+        function: a function of a list of arrays.
+        operands: the arrays.
+        static: hashable arguments.
     """
+    traces = [getattr(x, "_trace", None) for x in operands]
+    if traces[0] is None or traces.count(traces[0]) < len(traces):
+        return function(operands, *static)
+    results_of_first = _results_of(operands[0])
+    key = function, tuple(map(id, operands)), static
+    if key in results_of_first:
+        then, results = ([x() for x in xs] for xs in results_of_first[key])
+        # The id of a tracer that has died may be that of another tracer now.
+        is_same = all(x is operand for x, operand in zip(then, operands, strict=True))
+        if is_same and all(result is not None for result in results):
+            return results
+    mesh = jax.typeof(operands[0]).sharding.mesh
+    with set_current_trace(traces[0]), use_abstract_mesh(mesh):
+        if hasattr(operands[0], "batch_dim"):
+            results = _of_batch_p.bind(*operands, function=function, static=static)
+        else:
+            results = function(operands, *static)
+    # A result of `jit`'s trace holds its operands, and lives as long as it is used.
+    is_of_jit = isinstance(traces[0], _DynamicJaxprTrace)
+    hold = weakref.ref if is_of_jit else _strong_reference
+    results_of_first[key] = list(map(weakref.ref, operands)), list(map(hold, results))
+    return results
 
-    multiple_results = True
-    # What is known of tracers, by their id: {key: (references to operands, references
-    # to results)}. All primitives share it.
-    memo = {}
 
-    def bind_with_trace(self, trace, args, *rest):
-        traces = [getattr(x, "_trace", None) for x in args]
-        if traces[0] is None or traces.count(traces[0]) < len(traces):
-            return super().bind_with_trace(trace, args, *rest)
-        results_of_first = self._results_of(args[0])
-        key = self, tuple(map(id, args)), tuple(rest[-1].items())
-        if key in results_of_first:
-            operands, results = ([x() for x in xs] for xs in results_of_first[key])
-            # The id of a tracer that has died may be that of another tracer now.
-            is_same = all(x is arg for x, arg in zip(operands, args, strict=True))
-            if is_same and all(result is not None for result in results):
-                return results
-        with set_current_trace(traces[0]):
-            results = super().bind_with_trace(traces[0], args, *rest)
-        # A result of `jit`'s trace holds its operands, and lives as long as it is used.
-        is_of_jit = isinstance(traces[0], _DynamicJaxprTrace)
-        hold = weakref.ref if is_of_jit else _strong_reference
-        results_of_first[key] = list(map(weakref.ref, args)), list(map(hold, results))
-        return results
+def _once_of_batch(operands, dims, *, function, static):
+    """Compute with the operands of a `vmap` where these are from."""
+    # A moved array would be one of the innermost trace.
+    pairs = zip(operands, dims, strict=True)
+    operands = [x if d == 0 else jnp.moveaxis(x, d, 0) for x, d in pairs]
+    in_axes = 0, *[None] * len(static)
+    results = once(_vmapped(function, in_axes), operands, *static)
+    return results, [0] * len(results)
 
-    def _results_of(self, tracer):
-        """Return the results that are known of a tracer, which die with it."""
-        name, memo = id(tracer), self.memo
-        if name not in memo:
-            memo[name] = {}
-            weakref.finalize(tracer, memo.pop, name)
-        return memo[name]
+
+_vmapped = functools.cache(jax.vmap)  # the same function each time, for `once`
+_of_batch_p = Primitive("jaxfp8_once")
+_of_batch_p.multiple_results = True
+batching.primitive_batchers[_of_batch_p] = _once_of_batch
+
+
+def _results_of(tracer):
+    """Return the results that are known of a tracer, which die with it."""
+    name = id(tracer)
+    if name not in known_results:
+        known_results[name] = {}
+        weakref.finalize(tracer, known_results.pop, name)
+    return known_results[name]
 
 
 def _strong_reference(x):
     return lambda: x
 
 
-def _defined_cast(op):
-    """Define a primitive as a change of dtypes, which is linear; JAX's own conversion
-    of extended dtypes has no working transpose.
-    """
+def _types_of_cast(*xs, dtypes):
+    pairs = zip(xs, dtypes, strict=True)
+    return [x.update(dtype=dtype, weak_type=False) for x, dtype in pairs]
 
-    def types(*xs, dtypes):
-        pairs = zip(xs, dtypes, strict=True)
-        return [x.update(dtype=dtype, weak_type=False) for x, dtype in pairs]
 
-    def lower(ctx, *xs, dtypes):
-        old = list(map(_physical_aval, ctx.avals_in))
-        new = list(map(_physical_aval, ctx.avals_out))
-        new_dtypes = [aval.dtype for aval in new]
-        if [aval.dtype for aval in old] == new_dtypes:
-            return xs
+def _lower_cast(ctx, *xs, dtypes):
+    old = list(map(_physical_aval, ctx.avals_in))
+    new = list(map(_physical_aval, ctx.avals_out))
+    new_dtypes = [aval.dtype for aval in new]
+    if [aval.dtype for aval in old] == new_dtypes:
+        return xs
 
-        # Trainers may have cast the tree: state in a narrower dtype is read as f32.
-        def convert(*xs):
-            return list(map(lax.convert_element_type, xs, new_dtypes))
+    # Trainers may have cast the tree: state in a narrower dtype is read as f32.
+    def convert(*xs):
+        return list(map(lax.convert_element_type, xs, new_dtypes))
 
-        ctx = ctx.replace(avals_in=old, avals_out=new)
-        return mlir.lower_fun(convert, multiple_results=True)(ctx, *xs)
+    ctx = ctx.replace(avals_in=old, avals_out=new)
+    return mlir.lower_fun(convert, multiple_results=True)(ctx, *xs)
 
-    def transpose(cotangents, *xs, dtypes):
-        cotangents = map(ad.instantiate_zeros, cotangents)
-        return cast(cotangents, [x.aval.dtype for x in xs])
 
-    def linearize(is_vjp, is_linear, *xs, dtypes):
-        # A cast keeps no residuals, and the tangents take the same cast.
-        def of_tangents(residuals, *tangents):
-            return op.bind(*map(ad.instantiate_zeros, tangents), dtypes=dtypes)
+def _transpose_cast(cotangents, *xs, dtypes):
+    cotangents = map(ad.instantiate_zeros, cotangents)
+    return cast(cotangents, [x.aval.dtype for x in xs])
 
-        return linearized(op.bind(*xs, dtypes=dtypes), (), of_tangents)
 
-    op.multiple_results = True
-    op.def_abstract_eval(types)
-    op.def_impl(compiled(op))
-    mlir.register_lowering(op, lower)
-    ad.deflinear2(op, transpose)
-    linearizes_by(op, linearize)
-    batching.primitive_batchers[op] = lambda xs, dims, dtypes: (
-        op.bind(*xs, dtypes=dtypes),
-        dims,
-    )
-    return op
+def _linearize_cast(is_vjp, is_linear, *xs, dtypes):
+    # A cast keeps no residuals, and the tangents take the same cast.
+    def of_tangents(residuals, *tangents):
+        return cast(map(ad.instantiate_zeros, tangents), dtypes)
+
+    return linearized(cast(xs, dtypes), (), of_tangents)
+
+
+# A change of dtypes, which is linear; JAX's own conversion of extended dtypes has no
+# working transpose.
+_cast_p = Primitive("jaxfp8_cast")
+_cast_p.multiple_results = True
+_cast_p.def_abstract_eval(_types_of_cast)
+_cast_p.def_impl(compiled(_cast_p))
+mlir.register_lowering(_cast_p, _lower_cast)
+ad.deflinear2(_cast_p, _transpose_cast)
+linearizes_by(_cast_p, _linearize_cast)
+batching.primitive_batchers[_cast_p] = lambda xs, dims, dtypes: (cast(xs, dtypes), dims)
 
 
 _FLOAT32 = jnp.dtype(jnp.float32)
-_cast_p = _defined_cast(Primitive("jaxfp8_cast"))
-_to_max_p = _defined_cast(OncePrimitive("jaxfp8_to_max"))
 
 
 def cast(xs, dtypes):
@@ -448,7 +470,7 @@ def to_max(x, dtype=MAX_DTYPE):
     """Convert a float array to the max dtype, or to another dtype that `max_dtype`
     made. One value has the same result wherever it is used.
     """
-    return _to_max_p.bind(x, dtypes=(dtype,))[0]
+    return once(cast, [x], (dtype,))[0]
 
 
 def with_max(xs):

@@ -14,9 +14,8 @@ from .._jax._trees import Tree
 from ..dot import _frozen
 from ..recipes import QTensor, _state_tree
 
-_FLOATS = {np.dtype(t) for t in (np.float16, jnp.bfloat16, np.float32, np.float64)}
+_FLOATS = np.float16, jnp.bfloat16, np.float32, np.float64
 _FROZEN = (_frozen.KERNEL_SCALE_INV,)
-_COMPLEX = {np.dtype(t) for t in (np.complex64, np.complex128)}
 
 
 def is_float(leaf) -> bool:
@@ -30,7 +29,7 @@ def is_inexact(leaf) -> bool:
     """Return whether `leaf` is a Python float, or an array of floats or complex
     numbers.
     """
-    is_complex = getattr(leaf, "dtype", None) in _COMPLEX
+    is_complex = getattr(leaf, "dtype", None) in (np.complex64, np.complex128)
     return is_complex or is_float(leaf) or isinstance(leaf, (float, complex))
 
 
@@ -100,39 +99,27 @@ def select(finite: jax.typing.ArrayLike, new: Tree, old: Tree) -> Tree:
         `new` or `old`, to the bit.
 
     Raises:
-        ValueError: the trees differ in structure, or two leaves in shape or dtype; or
-            both trees hold the same arrays, like two `nnx.state` of one module (use
-            `jaxfp8.nnx.step_if`).
+        ValueError: the trees differ in structure; or both trees hold the same arrays,
+            like two `nnx.state` of one module (use `jaxfp8.nnx.step_if`).
+        TypeError: two leaves differ in shape or dtype.
     """
-    expected = jax.tree.structure(old)
-    got = jax.tree.structure(new)
-    if got != expected:
-        raise ValueError(
-            f"select: new: expected the structure of old, {expected}, got {got}"
-        )
-    pairs = list(zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True))
+
+    def is_same(new_leaf, old_leaf):
+        return isinstance(new_leaf, jax.Array) and new_leaf is old_leaf
+
+    def choose(new_leaf, old_leaf):
+        leaves = map(jnp.asarray, (new_leaf, old_leaf))
+        return lax.select(jnp.asarray(finite), *leaves)
+
     # `nnx.state` gives references: after an in-place step both trees hold the new
     # arrays.
-    if pairs and all(isinstance(a, jax.Array) and a is b for a, b in pairs):
+    are_same = jax.tree.leaves(jax.tree.map(is_same, new, old))
+    if are_same and all(are_same):
         raise ValueError(
             "select: old: expected the arrays from before the step, got those of new; "
             "nnx.state is no copy, use jaxfp8.nnx.step_if or nnx.as_pure"
         )
-
-    def choose(path, new_leaf, old_leaf):
-        new_leaf = jnp.asarray(new_leaf)
-        old_leaf = jnp.asarray(old_leaf)
-        # `lax.select` would refuse these as well, without a path to the leaf.
-        if (new_leaf.shape, new_leaf.dtype) != (old_leaf.shape, old_leaf.dtype):
-            raise ValueError(
-                f"select: new: {jax.tree_util.keystr(path)}: expected "
-                f"{old_leaf.dtype}{list(old_leaf.shape)} as in old, got "
-                f"{new_leaf.dtype}{list(new_leaf.shape)}; keep parameters and "
-                "optimizer state in float32"
-            )
-        return lax.select(jnp.asarray(finite), new_leaf, old_leaf)
-
-    return jax.tree_util.tree_map_with_path(choose, new, old)
+    return jax.tree.map(choose, new, old)
 
 
 def leaf_names(tree: Any, order: Any = None) -> tuple[str, ...]:

@@ -101,12 +101,11 @@ class Policy:
             ValueError: `text` has an unknown name or dtype, or a name twice.
         """
         where = f"Policy.parse: {text!r}"
-        if "=" not in text:
-            return cls(*3 * [_float_dtype(where, text.strip())])
         # Each name may appear once. Without a dtype of its own, compute is params, and
         # output is compute.
         given = {}
-        for part in text.split(","):
+        pairs = text if "=" in text else f"params={text}"
+        for part in pairs.split(","):
             key, _, dtype = (piece.strip() for piece in part.partition("="))
             if key not in _KEYS or _KEYS[key] in given:
                 raise ValueError(

@@ -2,21 +2,15 @@
 
 import contextlib
 import threading
-from typing import NamedTuple
 
 import jax
 
 from ._recipe import HighPrecision, Recipe, checked
 
-
-class _Region(NamedTuple):
-    recipe: Recipe | None
-    enabled: bool
-
-
+# The recipe of the innermost region: None is the default, False high precision for all.
 # This context is part of jit's cache key: another recipe is another program. Each
 # thread has its own region.
-_region = jax.make_user_context(default_value=_Region(None, True))
+_region = jax.make_user_context(default_value=None)
 
 
 class _Thread(threading.local):
@@ -70,7 +64,7 @@ def autocast(recipe: Recipe | None = None, enabled: bool = True):
         checked("autocast: recipe", recipe)
     if not isinstance(enabled, bool):
         raise TypeError(f"autocast: enabled: expected a bool, got {enabled!r}")
-    context = _region(_Region(recipe, enabled))
+    context = _region(recipe if enabled else False)
     context.__enter__()
     _thread.has_ended[context] = False
     try:
@@ -99,7 +93,7 @@ def is_off() -> bool:
     """Tell whether what is traced here computes in high precision whatever its
     recipe.
     """
-    return not _region.value.enabled
+    return _region.value is False
 
 
 def resolve(recipe: Recipe | None, default: Recipe) -> Recipe | None:
@@ -115,6 +109,6 @@ def resolve(recipe: Recipe | None, default: Recipe) -> Recipe | None:
     if is_off():
         return None
     if recipe is None:
-        recipe = _region.value.recipe or default
+        recipe = _region.value or default
     recipe = checked("layer: recipe", recipe)
     return None if isinstance(recipe, HighPrecision) else recipe

@@ -1,5 +1,7 @@
 """State below zero, which no training step makes: which quantizers have it, and why."""
 
+from typing import Any
+
 import jax
 import numpy as np
 
@@ -35,20 +37,28 @@ def describe(flat: _state_tree.StateTree) -> str:
     Quantizers that are traced, or that this process cannot see, are left out: one
     process must not act alone.
     """
-    least = {}
-    for quantizer in flat.quantizers:
-        leaves = [flat.leaves[i] for i in quantizer.positions()]
-        if all(map(_is_visible, leaves)):
-            smallest = 0.0
-            for leaf in jax.device_get(leaves):
-                numbers = np.nan_to_num(leaf, nan=0.0)
-                smallest = min(smallest, float(np.min(numbers, initial=0)))
-            if smallest < 0:
-                least[quantizer.name] = smallest
+    named = {q.name: [flat.leaves[i] for i in q.positions()] for q in flat.quantizers}
+    least = smallest(named)
     return message(least) if least else ""
 
 
-def _is_visible(leaf) -> bool:
+def smallest(named: dict[str, list]) -> dict[str, float]:
+    """Return the smallest number of each quantizer that is below zero, of leaves by
+    name, without quantizers that are traced or that this process cannot see.
+    """
+    least = {}
+    for name, leaves in named.items():
+        if all(map(is_visible, leaves)):
+            for leaf in jax.device_get(leaves):
+                numbers = np.nan_to_num(leaf, nan=0.0)
+                number = float(np.min(numbers, initial=least.get(name, 0)))
+                if number < 0:
+                    least[name] = number
+    return least
+
+
+def is_visible(leaf: Any) -> bool:
+    """Tell whether this process has all numbers of an array."""
     if isinstance(leaf, jax.core.Tracer):
         return False
     if not isinstance(leaf, jax.Array):

@@ -10,6 +10,7 @@ import numpy as np
 
 from .. import ops
 from ..numerics import E4M3, HYBRID, Format
+from ..ops import _checks
 from ..ops._quantize_blocks import ROUNDINGS
 from ._quantizer import DEFAULT, FP8Quantizer, OperandOptions, Quantized, Quantizer
 from ._recipe import Recipe
@@ -170,11 +171,8 @@ class Float8BlockQuantizer(BlockwiseQuantizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.block_scaling_dim not in (1, 2):
-            raise ValueError(
-                "Float8BlockQuantizer: block_scaling_dim: expected 1 or 2, got "
-                f"{self.block_scaling_dim}"
-            )
+        where = type(self).__name__, "block_scaling_dim"
+        _checks.one_of(*where, self.block_scaling_dim, (1, 2))
 
     @property
     def block(self) -> tuple[int, int]:

@@ -25,6 +25,8 @@ from ._state import QuantizerState, Scale
 from ._tensor import QTensor
 from ._tensorwise import TensorwiseQuantizer
 
+AmaxComputeAlgo = Literal["max", "most_recent"] | Callable[[jax.Array], jax.Array]
+
 
 @dataclasses.dataclass(frozen=True)
 class DelayedScaling(Recipe):
@@ -69,9 +71,7 @@ class DelayedScaling(Recipe):
 
     margin: float = 0
     amax_history_len: int = 1024
-    amax_compute_algo: (
-        Literal["max", "most_recent"] | Callable[[jax.Array], jax.Array]
-    ) = "max"
+    amax_compute_algo: AmaxComputeAlgo = "max"
     fp8_format: Format = HYBRID
     first_step: Literal["unit", "current"] = "unit"
     reduce_amax: dataclasses.InitVar[bool] = dataclasses.field(
@@ -86,18 +86,8 @@ class DelayedScaling(Recipe):
                 "pipeline have scales of their own all the same; "
                 "shard_map(check_vma=False) takes their axes from pipeline_axes"
             )
-        self.expect_number("margin", numbers.Real, "a number")
-        self.expect(
-            -64 <= self.margin <= 64,
-            "margin",
-            "a number of powers of two between -64 and 64",
-        )
-        self.expect_number("amax_history_len", numbers.Integral, "an int")
-        self.expect(
-            1 <= self.amax_history_len < 2**31,
-            "amax_history_len",
-            "at least 1, and below 2**31",
-        )
+        self.expect_number("margin", numbers.Real, -64, 64)
+        self.expect_number("amax_history_len", numbers.Integral, 1, 2**31 - 1)
         algos = "max", "most_recent"
         is_algo = callable(self.amax_compute_algo) or self.amax_compute_algo in algos
         needed = '"max", "most_recent" or a function of the history'
@@ -131,9 +121,7 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
     fp8_dtype: np.dtype = E4M3.dtype
     margin: float = 0
     amax_history_len: int = 1024
-    amax_compute_algo: (
-        Literal["max", "most_recent"] | Callable[[jax.Array], jax.Array]
-    ) = "max"
+    amax_compute_algo: AmaxComputeAlgo = "max"
     first_step: Literal["unit", "current"] = "unit"
 
     def init(self) -> QuantizerState:
@@ -160,13 +148,6 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
             if not hasattr(leaf, "shape"):
                 raise TypeError(
                     f"{name}: expected a QuantizerState of arrays, got {state!r}"
-                )
-            if leaf.dtype.name == "fp8_meta32":
-                raise TypeError(
-                    f"{name}: expected float32 leaves, got Flax's "
-                    "fp8_ops.fp32_max_grad; pass the state as it is, and take "
-                    "jaxfp8.grad or jaxfp8.value_and_grad, in which its uses combine "
-                    "by max"
                 )
             is_float = jnp.issubdtype(leaf.dtype, jnp.floating) or _compat.is_max(leaf)
             if not (is_float and getattr(leaf.dtype, "isnative", True)):
@@ -195,7 +176,7 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
         x = _checks.high_precision("DelayedScalingQuantizer.quantize", "x", x)
         q, _ = self.quantize_operand(x, self.scale_from(state))
         pair = state.amax_history, state.scale.reshape(1)
-        (((*pair,),),) = ops.write_histories([[pair]], [[(q.recorded, q.scale_inv)]])
+        [[pair]] = ops.write_histories([[pair]], [[(q.recorded, q.scale_inv)]])
         return q, QuantizerState(*pair)
 
     def fixed_scale(self, name: str, scale: Scale | None) -> Scale | None:
@@ -214,31 +195,23 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
         """Return the scale of the state, or without a state the scale of the tensor's
         own amax.
         """
+        choose_current = super().choose_scale
         if scale is None:
-            return super().choose_scale(current_amax, scale, reduce)
+            return choose_current(current_amax, None, reduce)
         if scale.history is None:
             return scale
+        # The scale of a state below zero is NaN, whatever the tensor is. A scale of 1
+        # that no amax chose gives way in a product without a backward: a copy that
+        # never trains would keep it for ever.
+        gives_way = scale.scale == (scale.scale if self.first_step == "current" else 1)
+        takes_own = gives_way.reshape(()) & is_empty(scale.history)
+        pair = scale.scale, scale.scale_inv
 
-        def current_scale():
-            amax = reduce(current_amax(), scale.scale).reshape(1)
-            return ops.amax_to_scale(
-                amax,
-                scale.scale_inv,
-                fp8_max=fp8_max(self.fp8_dtype),
-                margin=self.margin,
-            )
+        def current_pair():
+            chosen = choose_current(current_amax, scale, reduce)
+            return chosen.scale, chosen.scale_inv
 
-        takes_own, pair = _takes_own_amax(self, scale), (scale.scale, scale.scale_inv)
-        return Scale(*jax.lax.cond(takes_own, current_scale, lambda: pair), scale.amax)
-
-
-def _takes_own_amax(quantizer, scale) -> jax.Array:
-    """Return bool[], whether the amax of the tensor gives its scale."""
-    # The scale of a state below zero is NaN, whatever the tensor is. A scale of 1 that
-    # no amax chose gives way in a product without a backward: a copy that never trains
-    # would keep it for ever.
-    gives_way = scale.scale == (scale.scale if quantizer.first_step == "current" else 1)
-    return gives_way.reshape(()) & is_empty(scale.history)
+        return Scale(*jax.lax.cond(takes_own, current_pair, lambda: pair), scale.amax)
 
 
 def scales_from(
@@ -247,10 +220,10 @@ def scales_from(
     """Compute the scales of states of delayed scaling, f32; one op serves quantizers
     with equal options.
     """
-    scales = [None] * len(states)
-    options = [(q.margin, q.amax_compute_algo) for q in quantizers]
-    for margin, algo in dict.fromkeys(options):
-        positions = [i for i, each in enumerate(options) if each == (margin, algo)]
+    scales, alike = [None] * len(states), {}
+    for i, q in enumerate(quantizers):
+        alike.setdefault((q.margin, q.amax_compute_algo), []).append(i)
+    for (margin, algo), positions in alike.items():
         is_named = isinstance(algo, str)
         results = ops.delayed_scales(
             [states[i].amax_history for i in positions],
@@ -261,12 +234,13 @@ def scales_from(
         )
         for i, (scale, scale_inv, zero) in zip(positions, results, strict=True):
             if not is_named:
-                scale, scale_inv = _scale_of_window(quantizers[i], states[i])
+                pair = _scale_of_window(quantizers[i], states[i], jnp.isnan(scale))
+                scale, scale_inv = pair
             scales[i] = Scale(scale, scale_inv, zero)
     return scales
 
 
-def _scale_of_window(quantizer, state):
+def _scale_of_window(quantizer, state, is_below_zero):
     """Return the scale and scale_inv of the amax that a user's function chooses.
 
     An empty history gives 0, so that the stored scale counts also where the function
@@ -276,7 +250,7 @@ def _scale_of_window(quantizer, state):
     amax = jnp.asarray(quantizer.amax_compute_algo(history), jnp.float32).reshape(1)
     amax = jnp.where(is_empty(history), jnp.zeros_like(amax), amax)
     return ops.amax_to_scale(
-        jnp.where(_is_below_zero(state), jnp.float32(-1), amax),
+        jnp.where(is_below_zero, jnp.float32(-1), amax),
         state.scale.reshape(1),
         fp8_max=fp8_max(quantizer.fp8_dtype),
         margin=quantizer.margin,
@@ -286,8 +260,3 @@ def _scale_of_window(quantizer, state):
 def is_empty(history: jax.Array) -> jax.Array:
     """Return bool[], whether a history f32 `(H,)` has no amax."""
     return ~jnp.any(_scaling.positive_finite(history))
-
-
-def _is_below_zero(state):
-    history, scale = state.amax_history, state.scale
-    return jnp.any(_scaling.below_zero(history)) | jnp.any(_scaling.below_zero(scale))

@@ -2,7 +2,6 @@
 tensor of a product into codes.
 """
 
-import contextlib
 import dataclasses
 import enum
 from collections.abc import Callable
@@ -176,21 +175,11 @@ class Quantizer:
         the message.
 
         Raises:
-            TypeError: `state` has another structure than the result of `init`.
-            ValueError: a leaf has another shape.
+            TypeError: `state` has another structure than the result of `init`, or a
+                leaf another shape.
         """
-        expected = jax.eval_shape(self.init)
-        if jax.tree.structure(state) != jax.tree.structure(expected):
-            raise TypeError(
-                f"{name}: {type(self).__name__} keeps {expected}, got {state!r}"
-            )
-        needed, got = (
-            list(map(np.shape, jax.tree.leaves(tree))) for tree in (expected, state)
-        )
-        if needed != got:
-            raise ValueError(
-                f"{name}: {type(self).__name__} keeps arrays of {needed}, got {got}"
-            )
+        first = jax.eval_shape(self.init)
+        _expect_alike(f"{name}: {type(self).__name__}", first, state)
 
     def fixed_scale(self, name: str, scale: Any) -> Any:
         """Return the Scale that `jaxfp8.freeze` keeps in place of the state; None where
@@ -233,16 +222,19 @@ class Quantizer:
         # dimensions are vmapped.
         matrices = _shapes.merge(x, *[1] * batch, rows)
 
-        def as_matrix(scale):
-            return scale.reshape(1, 1) if scale.ndim == 1 else scale
+        one_scale = (1, 1) if batch else (1,)
+
+        def as_scales(scale):
+            return scale.reshape(one_scale) if scale.ndim < 2 else scale
 
         def of_matrix(matrix):
             matrix = matrix.mT if contract_first else matrix
             result = self.quantize(matrix, state)
-            q, next_state = _checked(self, result, matrix.shape, state)
+            _check_result(self, result, matrix.shape, state)
+            q, next_state = result
             if contract_first:
                 q = q.transposed()
-            return q.map_scales(as_matrix) if batch else q, next_state
+            return q.map_scales(as_scales), next_state
 
         # The devices that share a state agree on the next one, and all matrices of a
         # batch have one state.
@@ -281,7 +273,11 @@ class FP8Quantizer(Quantizer):
     power_2_scale = False
 
     def __post_init__(self) -> None:
-        dtype = _fp8_dtype(type(self).__name__, self.fp8_dtype)
+        dtype = self.fp8_dtype
+        # HYBRID has two dtypes; numpy takes the other formats as theirs.
+        if isinstance(dtype, Format) and dtype.dtype != dtype.backward_dtype:
+            dtype = dtype.name
+        dtype = _checks.dtype(type(self).__name__, "fp8_dtype", dtype, FP8_DTYPES)
         object.__setattr__(self, "fp8_dtype", dtype)
 
     def quantize(self, x: jax.Array, state: Any) -> tuple[QTensor, Any]:
@@ -290,87 +286,43 @@ class FP8Quantizer(Quantizer):
         return self.quantize_operand(x, None)[0], state
 
 
-def _fp8_dtype(where: str, dtype) -> np.dtype:
-    """Return the FP8 dtype that `dtype` stands for: a dtype itself, or
-    `jaxfp8.Format.E4M3` or `E5M2`.
-
-    Raises:
-        TypeError: `dtype` is something else; `where` begins the message.
-    """
-    checked = None
-    if isinstance(dtype, Format):  # HYBRID has two dtypes
-        if dtype.dtype == dtype.backward_dtype:
-            checked = dtype.dtype
-    else:
-        with contextlib.suppress(TypeError):
-            checked = np.dtype(dtype)
-    if checked not in FP8_DTYPES:
-        raise TypeError(
-            f"{where}: fp8_dtype: expected float8_e4m3fn or float8_e5m2, got {dtype!r}"
-        )
-    return checked
+def _expect_alike(where, old, new) -> None:
+    """Raise a TypeError unless two states have the same structure and shapes."""
+    needed, got = (jax.tree.map(np.shape, state) for state in (old, new))
+    if jax.tree.structure(old) != jax.tree.structure(new) or needed != got:
+        raise TypeError(f"{where}: expected a state of shapes {needed}, got {got}")
 
 
-def _checked(quantizer, result, shape, state) -> tuple:
-    """Check the result of `quantize` for a matrix of this shape and a state; return it,
-    with scales f32[] as f32[1].
-    """
+def _check_result(quantizer, result, shape, state) -> None:
+    """Check the result of `quantize` for a matrix of this shape and a state."""
     where = f"{type(quantizer).__name__}.quantize"
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise TypeError(
-            f"{where}: expected (QTensor, state), got {type(result).__name__}"
-        )
+    is_pair = isinstance(result, tuple) and len(result) == 2
+    if not is_pair or not isinstance(result[0], QTensor):
+        raise TypeError(f"{where}: expected (QTensor, state), got {result}")
     q, next_state = result
-    if not isinstance(q, QTensor):
-        raise TypeError(
-            f"{where}: expected (QTensor, state), got a {type(q).__name__} in place "
-            "of the QTensor"
-        )
-    if q.data.shape != shape:
-        raise ValueError(
-            f"{where}: data: expected the shape of x, {shape}, got {q.data.shape}"
-        )
-    if q.data_t is not None and q.data_t.shape != shape[::-1]:
-        raise ValueError(
-            f"{where}: data_t: expected {shape[::-1]}, got {q.data_t.shape}"
-        )
-    if q.scale_inv_t is not None and q.data_t is None:
-        raise ValueError(f"{where}: scale_inv_t: expected data_t beside it, got None")
+    _checks.shape(where, "data", q.data, shape)
     _check_scales(f"{where}: scale_inv", q.scale_inv, shape, q.block)
+    if q.data_t is not None:
+        _checks.shape(where, "data_t", q.data_t, shape[::-1])
     if q.scale_inv_t is not None:
-        _check_scales(f"{where}: scale_inv_t", q.scale_inv_t, shape[::-1], q.block)
-    expected, got = (jax.tree.map(jnp.shape, tree) for tree in (state, next_state))
-    if jax.tree.structure(state) != jax.tree.structure(next_state) or expected != got:
-        raise TypeError(
-            f"{where}: state: expected a next state like the state, {expected}, got "
-            f"{got}"
-        )
-    return q.map_scales(_as_vector), next_state
-
-
-def _as_vector(scale):
-    return scale.reshape(1) if scale.ndim == 0 else scale
+        where_t = f"{where}: scale_inv_t"
+        if q.data_t is None:
+            raise ValueError(f"{where_t}: expected data_t beside it, got None")
+        _check_scales(where_t, q.scale_inv_t, shape[::-1], q.block)
+    _expect_alike(where, state, next_state)
 
 
 def _check_scales(where, scales, shape, block) -> None:
-    if not hasattr(scales, "shape"):
-        raise TypeError(
-            f"{where}: expected an array, f32[1] or a scale for each block, got "
-            f"{scales!r}"
-        )
-    if block is None:
-        is_right = scales.shape in ((), (1,))
-        if scales.ndim == 2 and 0 not in scales.shape:
-            rows, cols = scales.shape
-            is_right = shape[0] % rows == shape[1] % cols == 0
-        needed = (
-            f"f32[1], or as many scales as divide {shape} evenly; block=(rows, cols) "
-            "says which share a scale"
-        )
-    else:
+    got = getattr(scales, "shape", None)
+    is_right = got in ((), (1,))
+    needed = (
+        f"f32[1], or as many scales as divide {shape} evenly; block=(rows, cols) says "
+        "which share a scale"
+    )
+    if block is not None:
         needed = _blocks.count(block, *shape)
-        is_right = scales.shape == needed
+        is_right = got == needed
+    elif got is not None and len(got) == 2 and 0 not in got:
+        is_right = shape[0] % got[0] == shape[1] % got[1] == 0
     if not is_right:
-        raise ValueError(
-            f"{where}: expected {needed} for blocks {block}, got {scales.shape}"
-        )
+        raise ValueError(f"{where}: expected {needed} for blocks {block}, got {got}")

@@ -9,21 +9,15 @@ closes over, or that several calls share, is read once and written once.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.interpreters import ad, batching, mlir
 
 from .. import ops
 from .._jax import _compat
-from .._jax._batching import batch_of, in_front, repeat_state
-from .._jax._primitives import (
-    compiled,
-    is_differentiated,
-    linear_primitive,
-    refuse_derivative,
-)
+from .._jax._primitives import is_differentiated
 from ..numerics import _scaling
 from ..ops._support import selected, using
 from . import _reading
@@ -36,6 +30,7 @@ from ._tensor import QTensor
 # The cotangents of a scale are amaxes, finite or not; those of a scale_inv need no
 # cleaning.
 _AMAX = _compat.max_dtype("float32_max_amax", _scaling.clean)
+_RECORDED = _AMAX, _compat.MAX_DTYPE
 
 
 def shared(state: Any) -> Any:
@@ -57,19 +52,18 @@ def read(quantizers: Sequence[Quantizer], state: DotGeneralState) -> DotGeneralS
         quantizers: the quantizers of the product, of any kind.
         state: a state for each of them; None for a quantizer without state.
     """
-    states, delayed = list(state.by_quantizer()), {}
-    # A loop keeps its inputs for the backward anyway; a conversion would be a copy.
+    states, of_delayed, delayed = list(state.by_quantizer()), [], {}
     is_read = _reading.reading_of(state) is not None
     for i, old in enumerate(states):
         is_delayed = is_read or isinstance(quantizers[i], DelayedScalingQuantizer)
         if isinstance(old, QuantizerState) and is_delayed:
+            of_delayed.append(quantizers[i])
             delayed[i], states[i] = old, None
-    states = shared(states)
+    states, scales = shared(states), delayed.values()
+    # A loop keeps its inputs for the backward anyway; a conversion would be a copy.
     if delayed and not is_read:
-        of_delayed = tuple([quantizers[i] for i in delayed])
-        scales = _scales(of_delayed, list(delayed.values()))
-        delayed = dict(zip(delayed, scales, strict=True))
-    for i, scale in delayed.items():
+        scales = _scales(tuple(of_delayed), list(scales))
+    for i, scale in zip(delayed, scales, strict=True):
         states[i] = scale
     return DotGeneralState(*states)
 
@@ -77,7 +71,7 @@ def read(quantizers: Sequence[Quantizer], state: DotGeneralState) -> DotGeneralS
 def _scales(quantizers: tuple, states: list) -> list[Scale]:
     """Read states of delayed scaling, all at once."""
     leaves = _compat.with_max(jax.tree.leaves(states))
-    results = _read_p.bind(*leaves, static=_Static(quantizers, selected()))
+    results = _compat.once(_read_scales, leaves, quantizers, selected())
     histories = [None] * len(states)
     if _may_ask(quantizers, leaves):
         histories = _compat.plain(jax.lax.stop_gradient(leaves[::2]))
@@ -93,115 +87,30 @@ def _may_ask(quantizers, leaves) -> bool:
     return is_current or not is_differentiated(leaves)
 
 
-class _Static(NamedTuple):
-    """The static part of a read.
-
-    Attributes:
-        quantizers: those of delayed scaling.
-        implementation: the implementation of the ops.
-        vmap_dims: how many leading dimensions of all leaves enumerate states.
+def _read_scales(leaves, quantizers, implementation) -> list[jax.Array]:
+    """Return the scale and scale_inv of each state, in dtypes whose cotangents combine
+    by max, and its buffer, which has no cotangent.
     """
+    dtypes = (*_RECORDED, np.dtype(np.float32)) * len(quantizers)
 
-    quantizers: tuple
-    implementation: str | None
-    vmap_dims: int = 0
+    def read(pairs):
+        states = [QuantizerState(*pair) for pair in pairs]
+        with using(implementation):
+            results = jax.tree.leaves(scales_from(quantizers, states))
+        return _compat.cast(results, dtypes)
+
+    def write(pairs, recorded):
+        recorded = list(zip(recorded[::3], recorded[1::3], strict=True))
+        with using(implementation):
+            return ops.write_histories([pairs], [recorded])
+
+    results = _reading.with_next_states(read, write, _pairs(leaves))
+    results[2::3] = map(jax.lax.stop_gradient, results[2::3])
+    return results
 
 
 def _pairs(leaves) -> list[tuple]:
     return list(zip(leaves[::2], leaves[1::2], strict=True))
-
-
-def _results(*leaves, static):
-    def read_one(pairs):
-        states = [QuantizerState(*pair) for pair in pairs]
-        return jax.tree.leaves(scales_from(static.quantizers, states))
-
-    for _ in range(static.vmap_dims):
-        read_one = jax.vmap(read_one)
-    with using(static.implementation):
-        return read_one(_pairs(_compat.plain(leaves)))
-
-
-def _types(*leaves, static):
-    """Type scales like the scale of their state, in dtypes whose cotangents combine by
-    max.
-    """
-    types = []
-    for history, scale in _pairs(leaves):
-        plain = scale.update(dtype=np.dtype(np.float32), weak_type=False)
-        if _compat.is_max(history) or _compat.is_max(scale):
-            types += plain.update(dtype=_AMAX), plain.update(dtype=_compat.MAX_DTYPE)
-        else:
-            types += plain, plain
-        types.append(plain)
-    return types
-
-
-def _jvp(leaves, tangents, *, static):
-    return _read_p.bind(*leaves, static=static), _tangents(leaves, tangents, static)
-
-
-def _linearize(is_vjp, is_linear, *leaves, static):
-    def linear(leaves, *tangents):
-        return _tangents(leaves, tangents, static)
-
-    has_tangent = [True, True, False] * len(static.quantizers)
-    results = _read_p.bind(*leaves, static=static)
-    return _compat.linearized(results, leaves, linear, has_tangent)
-
-
-def _tangents(leaves, tangents, static):
-    """Return the tangents of scales and scale_invs; those of the buffers are zero."""
-    tangents = map(ad.instantiate_zeros, tangents)
-    recorded = iter(_record_p.bind(*tangents, *leaves, static=static))
-    types = _types(*map(jax.typeof, leaves), static=static)
-    return [ad.Zero(t) if i % 3 == 2 else next(recorded) for i, t in enumerate(types)]
-
-
-def _types_of_recorded(*args, static):
-    types = _types(*args[len(args) // 2 :], static=static)
-    return [aval for i, aval in enumerate(types) if i % 3 < 2]
-
-
-def _transpose(cotangents, *args, static):
-    """Write the next histories and scales from what the step recorded."""
-    leaves = args[len(args) // 2 :]
-    cotangents = [ad.instantiate_zeros(ct) for ct in cotangents]
-
-    def write_one(pairs, recorded):
-        return ops.write_histories([pairs], [recorded])[0]
-
-    for _ in range(static.vmap_dims):
-        write_one = jax.vmap(write_one)
-    with using(static.implementation):
-        plain = _compat.plain([*leaves, *cotangents])
-        pairs = _pairs(plain)
-        written = write_one(pairs[: len(leaves) // 2], pairs[len(leaves) // 2 :])
-    written = [leaf for pair in written for leaf in pair]
-    dtypes = [leaf.dtype for leaf in leaves]
-    return _compat.cast(written, dtypes) + [None] * len(leaves)
-
-
-def _batch(args, dims, *, static):
-    batch = batch_of(args, dims)
-    pairs = zip(args, dims, strict=True)
-    leaves = [in_front(batch, leaf, d, repeat_state) for leaf, d in pairs]
-    more = static._replace(vmap_dims=static.vmap_dims + 1)
-    results = _read_p.bind(*leaves, static=more)
-    return results, [0] * len(results)
-
-
-_read_p = _compat.OncePrimitive("fp8_read_histories")
-_read_p.def_abstract_eval(_types)
-_read_p.def_impl(compiled(_read_p))
-mlir.register_lowering(_read_p, mlir.lower_fun(_results, multiple_results=True))
-batching.primitive_batchers[_read_p] = _batch
-ad.primitive_jvps[_read_p] = _jvp
-_compat.linearizes_by(_read_p, _linearize)
-
-# What a step records, as a linear function of the states: its transpose writes them.
-_record_p = linear_primitive("fp8_write_histories", _types_of_recorded, _transpose)
-ad.primitive_jvps[_record_p] = refuse_derivative
 
 
 def scales_of(
@@ -223,26 +132,25 @@ def scales_of(
     scales, reading = list(state.by_quantizer()), _reading.reading_of(state)
     if reading is not None:
         histories = [old.amax_history for old in scales[:3]]
-        scales[:3] = scales_of_reading(quantizers, reading, histories, has_backward)
-    leaves, tree = jax.tree.flatten(scales)
-    scales = tree.unflatten(_compat.plain(leaves))
+        scales[:3] = scales_of_reading(quantizers, reading, histories)
     for i, scale in enumerate(scales):
-        if isinstance(scale, Scale) and scale.history is not None:
-            if has_backward and quantizers[i].first_step == "unit":
+        if has_backward and isinstance(scale, Scale) and scale.history is not None:
+            if quantizers[i].first_step == "unit":
                 scales[i] = dataclasses.replace(scale, history=None)
-    return ByQuantizer(*scales)
+    leaves, tree = jax.tree.flatten(scales)
+    return ByQuantizer(*tree.unflatten(_compat.plain(leaves)))
 
 
 def scales_of_reading(
     quantizers: Sequence[Quantizer],
     reading: jax.Array,
     histories: Sequence[jax.Array] | None = None,
-    has_backward: bool = True,
 ) -> list[Scale]:
     """Return the scales that a reading has, `[6 * k]`, for the first k quantizers.
 
     The scales of other options than those of `DelayedScaling()` are computed here, of
     the reading's two amaxes; a function of the history takes it from `histories`.
+    Without `histories` the result has none.
 
     Raises:
         TypeError: a quantizer is not of delayed scaling.
@@ -265,7 +173,7 @@ def scales_of_reading(
             scales.append(Scale(scale, scale_inv, zero))
         else:
             scales += scales_from([quantizer], [state])
-        if quantizer.first_step == "current" or not has_backward:
+        if histories is not None:
             scales[i] = dataclasses.replace(scales[i], history=history)
     return scales
 
@@ -299,19 +207,20 @@ def cotangent(
         amaxes: see `ops.join_recorded`.
     """
     states = [None if q is None else q.recorded for q in quantized]
-    if reading is not None:
-        ct = _reading.cotangent(quantized[:3], reduce, reading, amaxes)
-        states[:3] = None, None, QuantizerState(None, ct)
+    if reading is None:
+        for i, amax in enumerate(states):
+            if amax is not None and isinstance(quantizers[i], DelayedScalingQuantizer):
+                scale_inv = quantized[i].scale_inv
+                pair = reduce(amax, scale_inv), scale_inv
+                states[i] = Scale(*_compat.cast(pair, _RECORDED), None)
         return DotGeneralState(*states)
-    delayed, numbers = [], []
-    for i, amax in enumerate(states):
-        if amax is not None and isinstance(quantizers[i], DelayedScalingQuantizer):
-            scale_inv = quantized[i].scale_inv
-            numbers += reduce(amax, scale_inv), scale_inv
-            delayed.append(i)
-    dtypes = (_AMAX, _compat.MAX_DTYPE) * len(delayed)
-    if delayed:
-        numbers = _compat.cast(numbers, dtypes)
-    for i, pair in zip(delayed, _pairs(numbers), strict=True):
-        states[i] = Scale(*pair, None)
+    zero = jnp.zeros((1,), jnp.float32)
+    recorded = [(zero, zero)] * 3
+    for i, amax in enumerate(states[:3]):
+        if amax is not None:
+            recorded[i] = amax, quantized[i].scale_inv
+    in_loop = reading.dtype == _reading.READING
+    ct = ops.join_recorded(recorded, amaxes if in_loop else None, in_loop=in_loop)
+    ct = _compat.to_max(reduce(ct, reading), reading.dtype)
+    states[:3] = None, None, QuantizerState(None, ct)
     return DotGeneralState(*states)

@@ -12,7 +12,7 @@ recipe take their scales in the loop, from the amaxes.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,6 @@ from .._jax import _compat
 from ..numerics import HYBRID, _scaling, fp8_max
 from ._state import DotGeneralState
 from ._state_tree import StateTree, slot_axis
-from ._tensor import QTensor
 
 _OPERANDS = ("input", "kernel", "output_grad")
 # The dtypes whose scales a reading has, by operand.
@@ -96,14 +95,11 @@ def stacked_products(flat: StateTree) -> list[list]:
 def _is_stacked(flat, quantizers) -> bool:
     leading = set()
     for quantizer in quantizers:
-        history = flat.leaves[quantizer.amax_history]
-        scale = flat.leaves[quantizer.scale]
+        history, scale = (flat.leaves[i] for i in quantizer.positions())
         for leaf in (history, scale):
-            if (
-                not isinstance(leaf, jax.core.Tracer)
-                or not jnp.issubdtype(leaf.dtype, jnp.floating)
-                or leaf.ndim < 2
-            ):
+            is_traced = isinstance(leaf, jax.core.Tracer)
+            is_float = is_traced and jnp.issubdtype(leaf.dtype, jnp.floating)
+            if not is_float or leaf.ndim < 2:
                 return False
         # A loop over another axis than the leading ones may have moved the slots from
         # the last axis.
@@ -114,84 +110,69 @@ def _is_stacked(flat, quantizers) -> bool:
 
 
 def read(products: Sequence[Sequence[tuple[jax.Array, jax.Array]]]) -> list[jax.Array]:
-    """Read the state of products, each of k quantizers.
+    """Read the state of products, each of three quantizers.
 
     Args:
-        products: for each product, k pairs of a history `[..., H]` and a scale
+        products: for each product, three pairs of a history `[..., H]` and a scale
             `[..., 1]`, in the max dtype. H may differ between pairs.
 
     Returns:
-        For each product its reading `[..., 6 * k]`. The backward turns cotangents of
+        For each product its reading `[..., 18]`. The backward turns cotangents of
         readings into next states.
     """
-    return _read(READING, products)
+
+    def read_products(states):
+        readings = ops.read_histories(states, fp8_max=[_FP8_MAX] * len(states))
+        return _compat.cast(readings, [READING] * len(readings))
+
+    return with_next_states(read_products, ops.write_histories, products)
 
 
 def read_rows(pairs: Sequence[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
     """Read the state of products that are rows of the same arrays, as `read` does.
 
     Args:
-        pairs: k pairs of a history `[n, H]` and a scale `[n, 1]`, in the max dtype.
+        pairs: three pairs of a history `[n, H]` and a scale `[n, 1]`, in the max dtype.
 
     Returns:
-        n readings `[6 * k]`.
+        n readings `[18]`.
     """
-    return _read(ROW, pairs)
+
+    def read_rows_of(states):
+        readings = ops.read_rows(states, fp8_max=_FP8_MAX)
+        return _compat.cast(readings, [ROW] * len(readings))
+
+    return with_next_states(read_rows_of, ops.write_rows, pairs)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _read(dtype, states):
-    """Return readings of a dtype, which says whether the states are in rows."""
-    states = _plain(states)
-    if dtype == ROW:
-        readings = ops.read_rows(states, fp8_max=_FP8_MAX[: len(states)])
-    else:
-        fp8_max = [_FP8_MAX[: len(pairs)] for pairs in states]
-        readings = ops.read_histories(states, fp8_max=fp8_max)
-    return _compat.cast(readings, [dtype] * len(readings))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def with_next_states(read: Callable, write: Callable, states: Any) -> list[jax.Array]:
+    """Return `read(states)`; the cotangents of the results give the next states.
 
-
-def _read_forward(dtype, states):
-    return _read(dtype, states), states
-
-
-def _read_backward(dtype, states, cotangents):
-    """Return the next histories and scales; zeros for a quantizer that recorded
-    nothing, which keeps its state.
+    Args:
+        read: a function of `states` in float32.
+        write: `(states, cotangents) -> next states`, all in float32; zeros for a
+            quantizer that recorded nothing, which keeps its state.
+        states: histories and scales.
     """
-    write = ops.write_rows if dtype == ROW else ops.write_histories
-    written = jax.tree.leaves(write(_plain(states), _plain(cotangents)))
+    return read(_plain(states))
+
+
+def _read_forward(read, write, states):
+    return with_next_states(read, write, states), states
+
+
+def _read_backward(read, write, states, cotangents):
+    written = jax.tree.leaves(write(_plain(states), _compat.plain(cotangents)))
     leaves, structure = jax.tree.flatten(states)
     new = _compat.cast(written, [leaf.dtype for leaf in leaves])
     return (structure.unflatten(new),)
 
 
-_read.defvjp(_read_forward, _read_backward)
+with_next_states.defvjp(_read_forward, _read_backward)
 
 
 def _plain(tree):
     """Return a tree of state with float32 in place of the max dtypes."""
     leaves, structure = jax.tree.flatten(tree)
     return structure.unflatten(_compat.plain(leaves))
-
-
-def cotangent(
-    quantized: Sequence[QTensor | None], reduce: Any, reading: jax.Array, amaxes: Any
-) -> jax.Array:
-    """Return the cotangent of a reading `[6 * k]`.
-
-    Args:
-        quantized: for each quantizer the QTensor that it made; None for a quantizer
-            that did not run.
-        reduce: `(amax, state leaf) -> amax`, over the devices that share the state.
-        reading: the reading, in whose dtype the cotangent is.
-        amaxes: see `ops.join_recorded`.
-    """
-    zero = jnp.zeros((1,), jnp.float32)
-    recorded = [(zero, zero)] * len(quantized)
-    for i, q in enumerate(quantized):
-        if q is not None and q.recorded is not None:
-            recorded[i] = q.recorded, q.scale_inv
-    in_loop = reading.dtype == READING
-    ct = ops.join_recorded(recorded, amaxes if in_loop else None, in_loop=in_loop)
-    return _compat.to_max(reduce(ct, reading), reading.dtype)

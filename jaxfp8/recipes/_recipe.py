@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import numbers
 from collections.abc import Iterable
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
@@ -124,16 +124,6 @@ class Recipe:
         super().__init_subclass__(**kwargs)
         jax.tree_util.register_static(cls)
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Make a recipe, unless a layer calls the class as its product.
-
-        Raises:
-            TypeError: a layer calls the class.
-        """
-        if "precision" in kwargs or "preferred_element_type" in kwargs:
-            raise _as_product(cls.__name__)
-        return super().__new__(cls)
-
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse to be the product of a layer: a layer calls the object in its field
         `dot_general`.
@@ -141,7 +131,13 @@ class Recipe:
         Raises:
             TypeError: always.
         """
-        raise _as_product(type(self).__name__)
+        name = type(self).__name__
+        raise TypeError(
+            f"{name}: a layer was given the recipe as its dot_general_cls or "
+            "dot_general, expected a product, or a factory of products: in Linen "
+            f"dot_general_cls=jaxfp8.make_dot_general_cls({name}(...)), in NNX "
+            f"dot_general=jaxfp8.nnx.Fp8DotGeneral({name}(...))"
+        )
 
     # Names of the quantizers' variables, in the order of `quantizers()`.
     operands = ByQuantizer._fields
@@ -195,13 +191,16 @@ class Recipe:
                 f"{getattr(self, name)!r}"
             )
 
-    def expect_number(self, name: str, kind: type, needed: str) -> None:
+    def expect_number(
+        self, name: str, kind: type, least: float, most: float = np.inf
+    ) -> None:
         """Raise a TypeError unless the option `name` is a number of a kind, and not a
-        bool.
+        bool; a ValueError unless it is from `least` to `most`.
         """
-        value = getattr(self, name)
+        value, needed = getattr(self, name), f"a number from {least} to {most}"
         is_number = isinstance(value, kind) and not isinstance(value, bool)
-        self.expect(is_number, name, needed, TypeError)
+        self.expect(is_number, name, f"{needed}, {kind.__name__}", TypeError)
+        self.expect(least <= value <= most, name, needed)
 
     def __post_init__(self) -> None:
         """Check the options that all recipes share, and turn iterables of names into
@@ -215,21 +214,16 @@ class Recipe:
             is_format = isinstance(self.fp8_format, Format)
             self.expect(is_format, "fp8_format", needed, TypeError)
         for name in ("power_2_scale", "fp8_residuals"):
-            is_bool = isinstance(getattr(self, name, False), (bool, np.bool_))
-            self.expect(is_bool, name, "a bool", TypeError)
-        names = {"precise": f"names out of {PRODUCTS}"}
-        if self.pipeline_axes is not None:
-            names["pipeline_axes"] = "mesh axis names"
-        for name, needed in names.items():
+            _checks.flag(type(self).__name__, name, getattr(self, name, False))
+        for name in ("precise", "pipeline_axes"):
             value = getattr(self, name)
-            is_names = isinstance(value, Iterable) and not isinstance(value, str)
-            self.expect(is_names, name, f"a tuple of {needed}", TypeError)
-            object.__setattr__(self, name, tuple(value))
-        self.expect(
-            set(self.precise) <= set(PRODUCTS), "precise", f"names out of {PRODUCTS}"
-        )
-        self.expect_number("min_size", numbers.Integral, "an int")
-        self.expect(self.min_size >= 0, "min_size", "at least 0")
+            if value is not None or name == "precise":
+                is_names = isinstance(value, Iterable) and not isinstance(value, str)
+                self.expect(is_names, name, "a tuple of names", TypeError)
+                object.__setattr__(self, name, tuple(value))
+        needed = f"names out of {PRODUCTS}"
+        self.expect(set(self.precise) <= set(PRODUCTS), "precise", needed)
+        self.expect_number("min_size", numbers.Integral, 0)
         if self.wgrad_dtype is not None:
             # Equal dtypes have several names, and equal recipes one program.
             where = type(self).__name__, "wgrad_dtype"
@@ -245,15 +239,6 @@ def _quantizers(recipe) -> ByQuantizer:
         if second[i] == first[i]:
             second[i] = SharedCodes()
     return ByQuantizer(*first, *second)
-
-
-def _as_product(name: str) -> TypeError:
-    return TypeError(
-        f"{name}: a layer was given the recipe as its dot_general_cls or dot_general, "
-        "expected a product, or a factory of products: in Linen "
-        f"dot_general_cls=jaxfp8.make_dot_general_cls({name}(...)), in NNX "
-        f"dot_general=jaxfp8.nnx.Fp8DotGeneral({name}(...))"
-    )
 
 
 def checked(where: str, recipe: Any) -> Recipe:
@@ -275,20 +260,6 @@ def checked(where: str, recipe: Any) -> Recipe:
 @dataclasses.dataclass(frozen=True)
 class HighPrecisionQuantizer(Quantizer):
     """Keep a tensor as it is: `data` is the tensor, and there is no scale."""
-
-    def check_state(self, name: str, state: Any) -> None:
-        """Raise a ValueError if `state` has leaves; `name` names the argument in the
-        message.
-        """
-        if jax.tree.leaves(state):
-            raise ValueError(
-                f"{name}: expected no state, as the recipe keeps this tensor "
-                f"unquantized, got {state!r}"
-            )
-
-    def quantize(self, x: jax.Array, state: Any) -> tuple[QTensor, Any]:
-        """Return `(QTensor, state)` of a matrix."""
-        return QTensor(x, None), state
 
     def quantize_operand(
         self, x: jax.Array, scale: Any, options: OperandOptions = DEFAULT

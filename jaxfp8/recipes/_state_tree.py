@@ -87,25 +87,22 @@ def flatten(tree) -> StateTree:
     Raises:
         ValueError: `nn.WeightNorm` has made a parameter of quantizer state.
     """
-    leaves, paths, nodes = [], [], []
+    leaves, paths, state = [], [], set()
     flatten_with_path = jax.tree_util.tree_flatten_with_path
     for path, node in flatten_with_path(tree, is_leaf=_is_state)[0]:
         inside = flatten_with_path(node)[0] if _is_state(node) else [((), node)]
         for rest, leaf in inside:
+            names = _names((*path, *rest))
+            if _is_state(node) or OVERWRITE_WITH_GRADIENT in names:
+                state.add(len(leaves))
             leaves.append(leaf)
-            paths.append(_names((*path, *rest)))
-            nodes.append(node)
+            paths.append(names)
     _refuse_weight_norm(paths)
     quantizers = _pairs(paths)
-    paired = set()
     for quantizer in quantizers:
-        paired.update(quantizer.positions())
-    unpaired = []
-    for i, (path, node) in enumerate(zip(paths, nodes, strict=True)):
-        is_state = _is_state(node) or OVERWRITE_WITH_GRADIENT in path
-        if is_state and i not in paired:
-            unpaired.append(i)
-    return StateTree(jax.tree.structure(tree), leaves, paths, quantizers, unpaired)
+        state.difference_update(quantizer.positions())
+    treedef = jax.tree.structure(tree)
+    return StateTree(treedef, leaves, paths, quantizers, sorted(state))
 
 
 def _refuse_weight_norm(paths) -> None:
@@ -116,14 +113,6 @@ def _refuse_weight_norm(paths) -> None:
                 f"that matches FP8 state, and made of it {'/'.join(path)}: name the "
                 f"kernel alone, variable_filter={{'layer_instance/kernel'}}"
             )
-
-
-def prefix_of(name: str) -> str | None:
-    """Return the prefix `{p}` of a name `{p}amax_history`; None if `name` is not the
-    name of a history.
-    """
-    prefix = name.removesuffix(_HISTORY)
-    return None if prefix == name or (prefix and not prefix.endswith("_")) else prefix
 
 
 def slot_axis(where: str, history, scale) -> int:
@@ -177,11 +166,11 @@ def _pairs(paths) -> list[Quantizer]:
     where = {path: i for i, path in enumerate(paths)}
     pairs = []
     for i, path in enumerate(paths):
-        prefix = prefix_of(path[-1]) if path else None
-        if prefix is None:
-            continue
-        scale = where.get((*path[:-1], prefix + _SCALE))
-        if scale is not None:
-            name = "/".join(filter(None, (*path[:-1], prefix.rstrip("_"))))
+        *parent, leaf = path or ("",)
+        prefix = leaf.removesuffix(_HISTORY)
+        is_history = prefix != leaf and (not prefix or prefix.endswith("_"))
+        scale = where.get((*parent, prefix + _SCALE))
+        if is_history and scale is not None:
+            name = "/".join(filter(None, (*parent, prefix.rstrip("_"))))
             pairs.append(Quantizer(name, i, scale))
     return pairs

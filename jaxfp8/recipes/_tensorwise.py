@@ -59,8 +59,6 @@ class TensorwiseQuantizer(FP8Quantizer):
         data_t = rest.pop(0) if options.columnwise else None
         amax = rest.pop(0) if amaxes else None
         q = QTensor(data, chosen.scale_inv, data_t, recorded=amax, cols=options.cols)
-        if not options.column_sums:
-            return q, None
         return q, rest[0] if rest else options.sum_rows(x)
 
     def choose_scale(self, current_amax: Any, scale: Any, reduce: Any) -> Scale:
@@ -74,10 +72,14 @@ class TensorwiseQuantizer(FP8Quantizer):
             scale: see `quantize_operand`.
             reduce: see `OperandOptions`.
         """
-        amax = reduce(current_amax(), None).reshape(1)
-        default = jnp.ones((1,), jnp.float32)
+        leaf, stored = None, jnp.ones((1,), jnp.float32)
+        if scale is not None:
+            leaf, stored = scale.scale, scale.scale_inv
         pair = ops.amax_to_scale(
-            amax, default, fp8_max=fp8_max(self.fp8_dtype), margin=self.margin
+            reduce(current_amax(), leaf),
+            stored,
+            fp8_max=fp8_max(self.fp8_dtype),
+            margin=self.margin,
         )
         if self.power_2_scale:
             pair = _scaling.floor_to_power_of_two(pair[0])
@@ -171,8 +173,7 @@ class StaticScaling(Recipe):
         for name in ("input", "kernel", "output_grad"):
             bound = getattr(self, name)
             if bound is not None:
-                needed = "a number, or None for the tensor's own amax"
-                self.expect_number(name, numbers.Real, needed)
+                self.expect_number(name, numbers.Real, 0)
                 in_range = 0 < _scaling.to_float32(bound) < np.inf
                 self.expect(in_range, name, "a bound above 0 and finite in float32")
         super().__post_init__()
@@ -213,9 +214,8 @@ class StaticScalingQuantizer(TensorwiseQuantizer):
 
     def choose_scale(self, current_amax: Any, scale: Any, reduce: Any) -> Scale:
         """Return the constant scale; see `TensorwiseQuantizer.choose_scale`."""
-        with np.errstate(over="ignore"):  # a bound near the smallest floats
-            quotient = np.float32(fp8_max(self.fp8_dtype)) / np.float32(self.bound)
-        scale = np.clip(
-            quotient, np.float32(_scaling.MIN_SCALE), np.float32(_scaling.MAX_SCALE)
-        ).reshape(1)
-        return Scale(jnp.asarray(scale), jnp.asarray(np.float32(1) / scale), None)
+        # The quotient of two float32 in float64, rounded to float32, is rounded once.
+        quotient = fp8_max(self.fp8_dtype) / float(np.float32(self.bound))
+        quotient = np.clip(quotient, _scaling.MIN_SCALE, _scaling.MAX_SCALE)
+        scale = np.full(1, quotient, np.float32)
+        return Scale(jnp.asarray(scale), jnp.asarray(1 / scale), None)

@@ -10,8 +10,7 @@ from jax.typing import ArrayLike
 
 from .._jax._trees import Tree
 from ..ops import _checks
-from ..recipes import _state_tree
-from ._steps import expect_structure
+from ._steps import combine
 
 
 def average(old: Tree, new: Tree, decay: ArrayLike) -> Tree:
@@ -47,18 +46,13 @@ def average(old: Tree, new: Tree, decay: ArrayLike) -> Tree:
         )
     decay = _checks.array("train.average", "decay", decay)
     _checks.shape("train.average", "decay", decay, ())
-    before = _state_tree.flatten(old)
-    after = _state_tree.flatten(new)
-    expect_structure(
-        "train.average: new: expected the structure of old",
-        before,
-        after,
-        "begin with a copy of the trained variables",
+    return combine(
+        (old, new),
+        lambda old, new: new,
+        lambda old, new: _average(old, new, decay),
+        "train.average: new: expected the structure of old, got a tree that differs at "
+        "{}; begin with a copy of the trained variables",
     )
-    values = dict(enumerate(after.leaves))
-    for i in values.keys() - after.positions():
-        values[i] = _average(before.leaves[i], values[i], decay)
-    return before.replace(values)
 
 
 def _average(old, new, decay):

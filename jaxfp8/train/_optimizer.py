@@ -100,47 +100,44 @@ def _wrapped(tx):
         _refuse_variables(params)
         return _steps.begin(tx.init(_without_state(params)), _trained(params))
 
-    def step(name, grads, opt_state, params, extra_args):
-        """Return the result of `tx.update` or `tx.apply`, without state; the tree with
-        the next state; `opt_state`.
+    def with_state(name, of_state):
+        """Return `tx.update` or `tx.apply` for parameters with state: `of_state(leaf)`
+        stands for each leaf of the next state.
         """
-        if params is None:
-            raise ValueError(
-                f"jaxfp8.train.optimizer: {name}: params: expected the parameters "
-                f"with their FP8 state, got None; call {name}(grads, opt_state, "
-                "params)"
+
+        def step(grads, opt_state, params=None, **extra_args):
+            if params is None:
+                raise ValueError(
+                    f"jaxfp8.train.optimizer: {name}: params: expected the parameters "
+                    f"with their FP8 state, got None; call {name}(grads, opt_state, "
+                    "params)"
+                )
+            trained = _trained(params)
+            before = _state_tree.flatten(trained)
+            expect_state(before, _state_tree.flatten(grads).by_path())
+            if name == "update":
+                _warn_of_cast_state(before)
+            # 1. Let `tx` see parameters alone, in its arguments as well.
+            for argument, value in extra_args.items():
+                extra_args[argument] = _argument_without_state(value, trained)
+            result, after = getattr(tx, name)(
+                _without_state(grads),
+                _steps.inner(opt_state),
+                _without_state(params),
+                **extra_args,
             )
-        trained = _trained(params)
-        before = _state_tree.flatten(trained)
-        expect_state(before, _state_tree.flatten(grads).by_path())
-        if name == "update":
-            _warn_of_cast_state(before)
-        # 1. Let `tx` see parameters alone, in its arguments as well.
-        for argument, value in extra_args.items():
-            extra_args[argument] = _argument_without_state(value, trained)
-        result, after = getattr(tx, name)(
-            _without_state(grads),
-            _steps.inner(opt_state),
-            _without_state(params),
-            **extra_args,
-        )
-        # 2. Take the next state where `tx` has made a step.
-        state, opt_state = _steps.finish(trained, grads, opt_state, after, result)
-        if trained is not params:
-            state = optax.LookaheadParams(fast=state, slow=state)
-        return result, state, opt_state
+            # 2. Take the next state where `tx` has made a step.
+            state, opt_state = _steps.finish(trained, grads, opt_state, after, result)
+            if trained is not params:
+                state = optax.LookaheadParams(fast=state, slow=state)
+            return _with_state(result, state, of_state), opt_state
 
-    def update(grads, opt_state, params=None, **extra_args):
-        updates, state, opt_state = step("update", grads, opt_state, params, extra_args)
-        return _with_state(updates, state, NeedsJaxfp8ApplyUpdates), opt_state
+        return step
 
-    def apply(grads, opt_state, params):
-        parameters, state, opt_state = step("apply", grads, opt_state, params, {})
-        return _with_state(parameters, state, jnp.asarray), opt_state
-
+    update = with_state("update", NeedsJaxfp8ApplyUpdates)
     if not hasattr(tx, "apply"):
         return optax.GradientTransformationExtraArgs(init, update)
-    return AppliedTransformation(init, update, apply)
+    return AppliedTransformation(init, update, with_state("apply", jnp.asarray))
 
 
 def _refuse_variables(params) -> None:
@@ -203,6 +200,10 @@ def apply_updates(params: Tree, updates: Any) -> Tree:
     return jax.tree.map(apply, updates, params, is_leaf=is_update)
 
 
+# A sum or multiple of pairs `(b, b ^ pattern)` is such a pair only by accident.
+_PATTERN = np.uint32(0x5B5B5B5B)
+
+
 @jax.tree_util.register_pytree_node_class
 class NeedsJaxfp8ApplyUpdates:
     """An update that replaces: `leaf + update` is a value, where
@@ -224,56 +225,44 @@ class NeedsJaxfp8ApplyUpdates:
     __array_ufunc__ = None
 
     def __init__(self, value):
-        """Make the update that replaces a leaf by `value`."""
-        self.value = jnp.asarray(value)
+        """Make the update that replaces a leaf by `value`, in float32."""
+        self.value = jnp.asarray(value, jnp.float32)
         self._bits = None
 
     def tree_flatten(self):
-        """Return the bits of the value as unsigned integers, the same with a fixed
-        pattern flipped, and the dtype.
+        """Return the bits of the value as unsigned integers, and the same with a fixed
+        pattern flipped.
         """
         if self._bits is not None:
-            return self._bits, self._dtype
-        bits = lax.bitcast_convert_type(self.value, _unsigned(self.value.dtype))
-        return (bits, _checked(bits)), self.value.dtype
+            return self._bits, None
+        bits = lax.bitcast_convert_type(self.value, jnp.uint32)
+        return (bits, bits ^ _PATTERN), None
 
     @classmethod
-    def tree_unflatten(cls, dtype, bits) -> "NeedsJaxfp8ApplyUpdates":
+    def tree_unflatten(cls, _, bits) -> "NeedsJaxfp8ApplyUpdates":
         """Make an update of what `tree_flatten` gave, after whatever was done to it."""
         update = object.__new__(cls)
         update._bits = tuple(bits)
-        update._dtype = dtype
         return update
 
     def __radd__(self, leaf):
         leaf = jnp.asarray(leaf)
         if self._bits is None and self.value.shape == leaf.shape:
             return self.value
-        (bits, check), dtype = self.tree_flatten()
-        if bits.dtype != _unsigned(dtype) or bits.shape != leaf.shape:
+        (bits, check), _ = self.tree_flatten()
+        if bits.dtype != jnp.uint32 or bits.shape != leaf.shape:
             raise TypeError(
                 "jaxfp8.train.optimizer: the update of FP8 state was changed by a "
                 "transformation around the optimizer; wrap last: "
                 "jaxfp8.train.optimizer(optax.chain(...))"
             )
-        # The value keeps its dtype: a leaf that a cast of the whole tree made narrow is
-        # float32 again.
-        value = lax.bitcast_convert_type(bits, dtype)
+        # A leaf that a cast of the whole tree made narrow is float32 again.
+        value = lax.bitcast_convert_type(bits, jnp.float32)
         # State below zero makes the next step loud, also under jit.
-        value = jnp.where(check == _checked(bits), value, jnp.asarray(-1, dtype))
-        return jnp.where((bits == 0) & (check == 0), leaf.astype(dtype), value)
+        value = jnp.where(check == bits ^ _PATTERN, value, jnp.float32(-1))
+        return jnp.where((bits == 0) & (check == 0), leaf.astype(jnp.float32), value)
 
     __add__ = __radd__
-
-
-def _unsigned(dtype) -> np.dtype:
-    return np.dtype(f"uint{8 * dtype.itemsize}")
-
-
-def _checked(bits):
-    # A sum or multiple of pairs `(b, b ^ pattern)` is such a pair only by accident.
-    pattern = 0x5B5B5B5B5B5B5B5B >> (64 - 8 * bits.dtype.itemsize)
-    return bits ^ np.asarray(pattern, bits.dtype)
 
 
 def _trained(params):
@@ -330,17 +319,18 @@ def _with_state(tree, source, function) -> Any:
     """Return `tree` with `function(leaf)`, for each leaf of state in `source`, in the
     empty node of that leaf.
     """
-    flat = _state_tree.flatten(source)
-    leaves, treedef = jax.tree.flatten(
-        tree, is_leaf=lambda node: isinstance(node, optax.MaskedNode)
-    )
     # A leaf in an NNX variable comes with the variable.
     nodes = jax.tree.leaves(source, is_leaf=_state_tree.is_variable)
     # `tree` lacks the leaves of `source` that have no gradient, such as functions.
-    holes = [i for i, leaf in enumerate(leaves) if isinstance(leaf, NoState)]
-    for hole, i in zip(holes, flat.positions(), strict=True):
-        leaves[hole] = jax.tree.map(function, nodes[i])
-    return treedef.unflatten(leaves)
+    state = [nodes[i] for i in _state_tree.flatten(source).positions()]
+
+    def filled(node):
+        is_hole = isinstance(node, NoState)
+        return jax.tree.map(function, state.pop(0)) if is_hole else node
+
+    tree = jax.tree.map(filled, tree, is_leaf=lambda node: isinstance(node, NoState))
+    assert not state
+    return tree
 
 
 def _argument_without_state(argument, params):

@@ -67,21 +67,20 @@ def max_grad(tree: Tree) -> Tree:
     #    and these get its gradients.
     #    The rows of a StackedState are products that are not in a loop.
     in_stacks = leaves_in_stacks(tree)
-    in_loops, readings = {}, {}
+    in_loops = {}
     for quantizers in _reading.stacked_products(flat):
         positions = [q.positions() for q in quantizers]
         pairs = jax.tree.map(state.get, positions)
-        place = quantizers[-1].scale
-        if in_stacks[place] and pairs[0][0].ndim == 2:
-            readings[place] = _reading.read_rows(pairs)
-        else:
-            in_loops[place] = pairs
         for i in jax.tree.leaves(positions):
             state[i] = jax.lax.stop_gradient(flat.leaves[i])
+        place = quantizers[-1].scale
+        if in_stacks[place] and pairs[0][0].ndim == 2:
+            state[place] = _reading.read_rows(pairs)
+        else:
+            in_loops[place] = pairs
     if in_loops:
-        of_loops = _reading.read(list(in_loops.values()))
-        readings |= zip(in_loops, of_loops, strict=True)
-    state |= readings
+        readings = _reading.read(list(in_loops.values()))
+        state |= zip(in_loops, readings, strict=True)
     return unstack_state(flat.replace(state))
 
 
@@ -263,31 +262,12 @@ def fork(state: Any) -> Any:
         `(state, state)`.
     """
 
-    def handles(leaf):
-        if _compat.is_max(leaf):
-            return leaf, leaf
-        return _fork(shared(leaf).astype(leaf.dtype))
-
-    pairs = jax.tree.map(handles, state)
-    return jax.tree.transpose(
-        jax.tree.structure(state), jax.tree.structure((0, 0)), pairs
-    )
+    # Each handle is a cast of its own, and their cotangents meet before it.
+    return jax.tree.map(_handle, state), jax.tree.map(_handle, state)
 
 
-@jax.custom_vjp
-def _fork(leaf):
-    return leaf, leaf
-
-
-def _fork_fwd(leaf):
-    return (leaf, leaf), None
-
-
-def _fork_bwd(residuals, cotangents):
-    return (jnp.maximum(*cotangents),)
-
-
-_fork.defvjp(_fork_fwd, _fork_bwd)
+def _handle(leaf):
+    return leaf if _compat.is_max(leaf) else shared(leaf).astype(leaf.dtype)
 
 
 def spread(state: Any, count: int) -> Any:

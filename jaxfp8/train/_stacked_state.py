@@ -7,7 +7,6 @@ writes them, with one launch each.
 """
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -39,10 +38,11 @@ class StackedState:
         """Stack a collection."""
         leaves, treedef = jax.tree_util.tree_flatten_with_path(collection)
         # 1. Find the products, and those that are alike.
-        products = {}
+        products, places = {}, []
         for path, leaf in leaves:
             product, name = _product_and_name(path)
             products.setdefault(product, {})[name] = leaf
+            places.append((product, name))
         alike = {}
         for product, named in products.items():
             kind = tuple((name, jax.typeof(leaf)) for name, leaf in named.items())
@@ -54,11 +54,9 @@ class StackedState:
             arrays[first] = jax.tree.map(lambda *rows: jnp.stack(rows), *group.values())
             rows |= {product: (first, row) for row, product in enumerate(group)}
         # 3. Note where each leaf went.
-        places = []
-        for path, _ in leaves:
-            product, name = _product_and_name(path)
+        for i, (product, name) in enumerate(places):
             kind, row = rows[product]
-            places.append((kind, name, row))
+            places[i] = kind, name, row
         return cls(arrays, treedef, tuple(places))
 
     def unstacked(self) -> Any:
@@ -71,28 +69,6 @@ class StackedState:
         return self.treedef.unflatten(
             [rows[kind][name][row] for kind, name, row in self.places]
         )
-
-
-def _static_to_bytes(static) -> bytes:
-    treedef, places = static
-    return json.dumps(treedef.unflatten(places)).encode()
-
-
-def _static_from_bytes(text) -> tuple:
-    def is_place(node):
-        return isinstance(node, list)
-
-    places, treedef = jax.tree.flatten(json.loads(text), is_leaf=is_place)
-    return treedef, tuple(map(tuple, places))
-
-
-# Programs that take or return state can be saved: jax.export.Exported.serialize.
-jax.export.register_pytree_node_serialization(
-    StackedState,
-    serialized_name="jaxfp8.StackedState",
-    serialize_auxdata=_static_to_bytes,
-    deserialize_auxdata=_static_from_bytes,
-)
 
 
 def _product_and_name(path) -> tuple[str, str]:

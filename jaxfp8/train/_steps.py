@@ -2,17 +2,18 @@
 which it does so to parameters.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 from jax.typing import ArrayLike
 
 from .._jax import _compat
 from .._jax._trees import Tree
+from ..numerics import _scaling
 from ..ops import _checks
 from ..recipes import _state_tree
 from ._update import update_state
@@ -203,36 +204,34 @@ def accumulate_gradients(
                 f"{weight.dtype}"
             )
         _checks.shape("accumulate_gradients", "weight", weight, ())
-    new = _state_tree.flatten(grads)
     if acc is None:
-        so_far = [jnp.zeros_like(leaf) for leaf in new.leaves]
-    else:
-        before = _state_tree.flatten(acc)
-        expect_structure(
-            "accumulate_gradients: acc: expected the structure of grads",
-            before,
-            new,
-            "start with None, or with zeros like the gradients",
-        )
-        so_far = before.leaves
-    # Uses of one state combine by max, gradients of parameters add.
-    state = set(new.positions())
-    total = []
-    for i, (a, g) in enumerate(zip(so_far, new.leaves, strict=True)):
-        total.append(maximum(a, g) if i in state else _add(a, g, weight))
-    return new.treedef.unflatten(total)
+        acc = jax.tree.map(jnp.zeros_like, grads)
+    return combine(
+        (grads, acc),
+        lambda grad, so_far: maximum(so_far, grad),
+        lambda grad, so_far: _add(so_far, grad, weight),
+        "accumulate_gradients: acc: expected the structure of grads, got a tree that "
+        "differs at {}; start with None, or with zeros like the gradients",
+    )
 
 
-def expect_structure(
-    expected: str,
-    before: _state_tree.StateTree,
-    after: _state_tree.StateTree,
-    advice: str,
-) -> None:
-    """Raise a ValueError where two trees have leaves at other paths."""
-    if before.paths != after.paths:
-        odd = sorted({"/".join(path) for path in {*before.paths} ^ {*after.paths}})
-        raise ValueError(f"{expected}, got a tree that differs at {odd[:3]}; {advice}")
+def combine(
+    trees: tuple[Tree, Tree], of_state: Callable, of_others: Callable, message: str
+) -> Tree:
+    """Return `of_state(a, b)` for each leaf of FP8 state in two trees and
+    `of_others(a, b)` for each other leaf, in the structure of the first tree.
+
+    Raises:
+        ValueError: the trees have leaves at other paths, which `message` names.
+    """
+    first, second = map(_state_tree.flatten, trees)
+    if first.paths != second.paths:
+        odd = sorted({"/".join(path) for path in {*first.paths} ^ {*second.paths}})
+        raise ValueError(message.format(odd[:3]))
+    state, results = set(first.positions()), {}
+    for i, pair in enumerate(zip(first.leaves, second.leaves, strict=True)):
+        results[i] = of_state(*pair) if i in state else of_others(*pair)
+    return first.replace(results)
 
 
 def _add(acc, grad, weight):
@@ -255,17 +254,10 @@ def maximum(acc, grad):
     """Return the elementwise max of state, with 0 for what is negative or not finite.
 
     Floats are compared by their bits, because XLA's CPU threads flush subnormal floats.
-    A sum with the distance of infinity from the largest integer wraps around for
-    infinity and NaN: then all that does not count is smallest.
     """
     if _compat.is_max(grad):  # in the backward of a custom_vjp
         return _compat.combined(acc, grad)
     if not jnp.issubdtype(jnp.result_type(grad), jnp.floating):
         return jnp.maximum(acc, grad)
-    distance = np.int32(0x00800000)
-    shifted = [
-        lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) + distance
-        for x in (acc, grad)
-    ]
-    bits = jnp.maximum(jnp.maximum(*shifted), distance) - distance
-    return lax.bitcast_convert_type(bits, jnp.float32).astype(acc.dtype)
+    bits = [_scaling.to_bits(_scaling.clean(x)) for x in (acc, grad)]
+    return _scaling.from_bits(jnp.maximum(*bits)).astype(acc.dtype)

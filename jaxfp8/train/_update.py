@@ -81,10 +81,9 @@ def update_state(old: Tree, new: Any) -> Tree:
     gradient = _state_tree.flatten(new).by_path()
     expect_state(before, gradient)
     values, factors = _next_of_quantizers(before, gradient)
-    user_values, least = _next_of_users(before, gradient)
+    values |= _next_of_users(before, gradient)
     _check_factors(before, factors)
-    _check_not_negative(least)
-    return before.replace(values | user_values)
+    return before.replace(values)
 
 
 def _next_of_quantizers(before, gradient) -> tuple[dict, dict]:
@@ -100,12 +99,9 @@ def _next_of_quantizers(before, gradient) -> tuple[dict, dict]:
         then = [gradient.get(before.paths[i]) for i in positions]
         if any(leaf is None for leaf in then):
             continue
-        for argument, leaves in (("old", now), ("new", then)):
-            _state_tree.slot_axis(f"update_state: {argument}: {q.name}", *leaves)
+        _state_tree.slot_axis(f"update_state: old: {q.name}", *now)
         _check_shapes(q.name, now, then)
-        kind = tuple(
-            (leaf.shape, leaf.dtype, jax.typeof(leaf).sharding) for leaf in now + then
-        )
+        kind = tuple(map(jax.typeof, now + then))
         alike.setdefault(kind, []).append((q.name, positions, now + then))
     # 2. Compute the next state of each group, and its factors.
     values = {}
@@ -118,12 +114,13 @@ def _next_of_quantizers(before, gradient) -> tuple[dict, dict]:
     return values, factors
 
 
-def _next_of_users(before, gradient) -> tuple[dict, dict]:
-    """Return the next state of users' own quantizers, by position; and outside of a
-    trace the smallest number in each, by name.
+def _next_of_users(before, gradient) -> dict:
+    """Return the next state of users' own quantizers, by position.
+
+    Raises:
+        ValueError: outside of a trace: a state is below zero.
     """
     values = {}
-    least = {}
     for i in before.unpaired:
         new = gradient.get(before.paths[i])
         if new is None or new.dtype == jax.dtypes.float0:
@@ -133,10 +130,9 @@ def _next_of_users(before, gradient) -> tuple[dict, dict]:
         # A gradient that is all zero, negative or not finite does not overwrite it.
         is_touched = jnp.all(jnp.isfinite(new) & (new >= 0)) & jnp.any(new != 0)
         values[i] = jnp.where(is_touched, new, old)
-        if not isinstance(new, jax.core.Tracer):
-            both = jnp.stack([old, new])
-            least[before.name(i)] = jnp.min(both, initial=0)
-    return values, least
+        for name, least in _below_zero.smallest({before.name(i): [old, new]}).items():
+            raise ValueError(_NEGATIVE.format(name=name, least=f"{least:.4g}"))
+    return values
 
 
 def expect_state(before: _state_tree.StateTree, gradient) -> None:
@@ -231,20 +227,6 @@ def _stacked(leaves):
     return lax.concatenate(leaves, 0).reshape(len(leaves), -1)
 
 
-def _on_host(values):
-    """Return the values that this process can see, by one transfer.
-
-    Values that other processes cannot see are left out, because one process must not
-    raise alone.
-    """
-    visible = {}
-    for name, x in values.items():
-        is_concrete = not isinstance(x, jax.core.Tracer)
-        if is_concrete and (x.is_fully_addressable or x.is_fully_replicated):
-            visible[name] = x
-    return jax.device_get(visible)
-
-
 _FACTOR = (
     "update_state: {name}: the new state is {factor} times what a step from the old "
     "state gives: it was {cause}, or comes from the gradient of another step. "
@@ -267,7 +249,10 @@ def _check_factors(before, factors):
         before: the old state.
         factors: f32 `[quantizers, *batch, 1]` by the names of quantizers.
     """
-    factors = _on_host(factors)
+    # By one transfer. What other processes alone can see is left out, because one
+    # process must not raise alone.
+    visible = {name: x for name, x in factors.items() if _below_zero.is_visible(x)}
+    factors = jax.device_get(visible)
     if any(np.isnan(rows).any() for rows in factors.values()):
         raise ValueError(
             f"update_state: old: {_below_zero.describe(before)}{_below_zero.REPAIR}"
@@ -296,12 +281,3 @@ _NEGATIVE = (
     "max and 0 is unused; got {least}. Keep an offset, or the parts above and below "
     "zero; and keep the state out of code that changes gradients"
 )
-
-
-def _check_not_negative(least):
-    """Outside of a trace, raise for state of users' own quantizers that is below zero;
-    `least` is the smallest number by name.
-    """
-    for name, value in _on_host(least).items():
-        if value < 0:
-            raise ValueError(_NEGATIVE.format(name=name, least=f"{value:.4g}"))

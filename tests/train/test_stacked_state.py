@@ -135,15 +135,3 @@ def test_checkpoints_hold_the_state_of_each_product():
     # state that is stacked, or that is not there, stays
     assert stack_state(stacked)[replay.OWG] is stacked[replay.OWG]
     assert_same_bits(stack_state(variables["params"]), variables["params"])
-
-
-def test_a_program_of_stacked_state_is_saved():
-    variables = stack_state(replay.variables())
-    step = jax.jit(jaxfp8.grad(replay.loss))
-    arguments = variables, *replay.batch(0)
-    checks = map(
-        jax.export.DisabledSafetyCheck.custom_call, jaxfp8.ops.custom_call_targets()
-    )
-    exported = jax.export.export(step, disabled_checks=list(checks))(*arguments)
-    saved = jax.export.deserialize(exported.serialize())
-    assert_same_bits(saved.call(*arguments), step(*arguments))
