@@ -5,6 +5,7 @@ the jaxprs of an equation.
 import functools
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -160,21 +161,10 @@ def without_numpy(x):
     """Return a traced x without the array of numpy that `vmap` leaves inside, which
     JAX's custom derivatives refuse.
 
-    JAX takes such arrays for operands of primitives alone; this one adds no operation
-    to a program.
+    JAX takes such arrays for operands of primitives alone; that of a name adds no
+    operation to a program.
     """
-    return _identity_p.bind(x) if isinstance(x, jax.core.Tracer) else x
-
-
-_identity_p = Primitive("jaxfp8_identity")
-_identity_p.def_abstract_eval(lambda x: x)
-_identity_p.def_impl(lambda x: x)
-ad.deflinear2(_identity_p, lambda cotangent, x: [cotangent])
-batching.primitive_batchers[_identity_p] = lambda args, dims: (
-    _identity_p.bind(*args),
-    *dims,
-)
-mlir.register_lowering(_identity_p, lambda ctx, x: [x])
+    return checkpoint_name(x, "jaxfp8_operand")
 
 
 def is_differentiated(operands):
