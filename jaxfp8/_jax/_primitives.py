@@ -1,5 +1,5 @@
-"""What all primitives share: a run outside of jit, a derivative that nothing may use,
-the jaxprs of an equation.
+"""What all primitives share: a run outside of jit, a derivative that nothing may
+use.
 """
 
 import functools
@@ -144,17 +144,6 @@ _undefined_p = linear_primitive(
     lambda *tangents, avals, op: list(avals),
     _transpose,
 )
-
-
-def inner_jaxprs(params):
-    """Yield the jaxprs among the parameters of a primitive; closed jaxprs are
-    opened.
-    """
-    for value in params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            item = getattr(item, "jaxpr", item)  # opens a closed jaxpr
-            if hasattr(item, "eqns"):
-                yield item
 
 
 def without_numpy(x):
