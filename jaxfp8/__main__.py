@@ -26,8 +26,7 @@ def text(machine: dict[str, Any]) -> str:
         if isinstance(part, dict):
             part = part.get("error") or aligned(part.items())
         elif name in _COLUMNS:
-            columns = _COLUMNS[name]
-            part = table(part, columns, "", right=len(columns))
+            part = table(part, _COLUMNS[name])
         lines += [name, textwrap.indent(part or "none", "  ")]
     return "\n".join(lines)
 

@@ -22,7 +22,7 @@ def aligned(lines, right=math.inf):
     )
 
 
-def table(rows, columns, form, right=1):
+def table(rows, columns, form="", right=math.inf):
     """Return rows as text in aligned columns.
 
     Args:

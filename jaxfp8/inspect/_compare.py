@@ -50,7 +50,7 @@ class Comparison:
     rows: list[dict[str, Any]]
 
     def __str__(self) -> str:
-        return table(self.rows, _COLUMNS, ".1f")
+        return table(self.rows, _COLUMNS, ".1f", right=1)
 
 
 def compare(

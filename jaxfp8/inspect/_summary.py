@@ -69,7 +69,7 @@ class Summary:
         for row in self.rows if more <= 0 else _worst(self.rows, _SCREEN):
             heads = {"quantizer": row["name"], "amax": row["newest"]}
             shown.append(row | heads | {"filled": f"{row['filled']}/{row['length']}"})
-        text = table(shown, _COLUMNS, ".4g")
+        text = table(shown, _COLUMNS, ".4g", right=1)
         if more > 0:
             text += f"\nand {more} more, which are better"
         below_zero = {

@@ -70,12 +70,13 @@ def values(op: str, *, quick: bool = False) -> dict[str, Any]:
         got = _numpy(lowered.compile()(*case.arguments))
         if problem := case.problem(got, _numpy(case.reference()), _on_tensor_cores()):
             problems.append(f"{case.name}: {problem}")
-    detail = f"{count} cases, {calls} by the custom call"
+    detail = [f"{count} cases, {calls} by the custom call"]
     if without:
-        detail += f"; {without} cases have no product on a TPU"
-    why = "" if calls else "; ".join(dict.fromkeys(reasons))
-    row = _row("; ".join(problems[:3]), detail)
-    return row | {"custom_calls": calls, "why": why}
+        detail.append(f"{without} cases have no product on a TPU")
+    if not calls:
+        detail += dict.fromkeys(reasons)
+    row = _row("; ".join(problems[:3]), "; ".join(detail))
+    return row | {"custom_calls": calls}
 
 
 def graph(op: str) -> dict[str, Any]:
