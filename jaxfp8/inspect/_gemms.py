@@ -71,8 +71,8 @@ def gemms(
     A product in a loop is listed once.
 
     Args:
-        fn: any function: a training step, a loss, a Linen model's `apply`; or an NNX
-            model.
+        fn: any function: a training step, a loss, a Linen model's `apply` (a model
+            itself raises); or an NNX model.
         args, kwargs: the arguments of `fn`: arrays, `jax.ShapeDtypeStruct`, NNX modules
             and optimizers.
         platform: see `assert_fp8`.
@@ -81,17 +81,9 @@ def gemms(
         The `Gemms`, in the order of the program.
 
     Raises:
-        TypeError: `fn` is not a function.
         ValueError: `platform` is unknown.
     """
     target = Target.parse(platform)
-    is_unbound = isinstance(fn, nn.Module) and fn.scope is None
-    if is_unbound or not callable(fn):
-        raise TypeError(
-            f"gemms: fn: expected a function, got a {type(fn).__name__}, as step in "
-            "gemms(step, state, batch), or the apply of a Linen model in "
-            "gemms(model.apply, variables, x)"
-        )
     if isinstance(fn, nnx.Module):
         args = (fn, *args)
         fn = operator.call
@@ -140,7 +132,6 @@ def assert_fp8(
         AssertionError: products would not run in FP8; the message has layer, pass,
             shapes, dtypes, source line and reason of each. Or `fn` has no matrix
             product at all.
-        TypeError: `fn` is not a function.
         ValueError: `platform` is unknown.
     """
     products = gemms(fn, *args, platform=platform, **kwargs)

@@ -115,15 +115,10 @@ def scalars(variables: Any, prefix: str = "fp8") -> dict[str, float]:
 
     Raises:
         ValueError: there is no FP8 state of delayed scaling.
-        TypeError: the function is called inside of jit.
+        jax.errors.TracerArrayConversionError: the function is called inside of jit,
+            where `measure` works.
     """
     measured = variables if isinstance(variables, Measured) else measure(variables)
-    if isinstance(measured.values, jax.core.Tracer):
-        raise TypeError(
-            "scalars: variables: expected concrete arrays, got traced ones; inside of "
-            "jit use jaxfp8.inspect.measure, return what it gives and call scalars on "
-            "that"
-        )
     names = (f"{prefix}/{name}" if prefix else name for name in measured.names)
     return dict(zip(names, np.asarray(measured.values).tolist(), strict=True))
 
@@ -148,15 +143,11 @@ def plot(histories: Sequence[Any], path: str | os.PathLike | None = None) -> Any
 
     Raises:
         ImportError: matplotlib is not installed.
-        TypeError: `histories` is not a list.
-        ValueError: `histories` is empty, or the trees differ in their quantizers.
+        ValueError: `histories` is empty or a single tree, or the trees differ in their
+            quantizers.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "inspect.plot: needs matplotlib; install it: pip install matplotlib"
-        ) from error
+    from matplotlib.figure import Figure
+
     lines = _lines(histories)
     figure = Figure(figsize=(12, 3.2 * len(lines) + 0.6), layout="constrained")
     rows = figure.subplots(len(lines), 2, squeeze=False, sharex=True)
@@ -181,16 +172,10 @@ def plot(histories: Sequence[Any], path: str | os.PathLike | None = None) -> Any
 
 def _lines(trees) -> dict[str, dict[str, dict[str, np.ndarray]]]:
     """Return, by operand, figure and layer, the values `(steps,)` of a line."""
-    if not isinstance(trees, (list, tuple)):
-        raise TypeError(
-            "plot: histories: expected a list of variable trees, got "
-            f"{type(trees).__name__}; one tree alone has one step: see "
-            "jaxfp8.inspect.summary"
-        )
     steps = [_measured(f"plot: histories[{i}]", tree) for i, tree in enumerate(trees)]
     if not steps:
         raise ValueError(
-            "plot: histories: expected at least one tree, got an empty list"
+            "plot: histories: expected a list of variable trees, got an empty one"
         )
     # A line follows one quantizer over the steps, so all trees need the same quantizers
     # in one order.
