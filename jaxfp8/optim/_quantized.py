@@ -108,13 +108,13 @@ def quantized(
         The transformation; its state is a `QuantizedState`.
 
     Raises:
-        TypeError: `seed` or `min_size` is no int.
+        TypeError: `seed` is no int.
         ValueError: in `init`, `tx` has no state whose moments are known, or already has
             moments in FP8; in `update`, the state is not that of this transformation.
     """
     table = MOMENTS | dict(moments or {})
     tx = optax.with_extra_args_support(tx)
-    seed = checked_seed("optim.quantized", seed, min_size)
+    seed = operator.index(seed) % 2**32
 
     def init(params):
         refuse_state("optim.quantized", params)
@@ -162,21 +162,6 @@ def refuse_state(where, params):
             "this one, jaxfp8.train.optimizer(tx), or take jaxfp8.linen.TrainState or "
             "jaxfp8.nnx.Optimizer"
         )
-
-
-def checked_seed(function, seed, min_size) -> int:
-    """Return a seed modulo 2**32; raise a TypeError in the name of `function` if it, or
-    `min_size`, is no int.
-    """
-    for name, value in (("min_size", min_size), ("seed", seed)):
-        try:
-            number = operator.index(value)
-        except TypeError as error:
-            raise TypeError(
-                f"{function}: {name}: expected an int, got {value!r}; pass a Python "
-                'int, and to optax.inject_hyperparams static_args=("min_size", "seed")'
-            ) from error
-    return number % 2**32
 
 
 def leaf_key(seed, step, leaf):
