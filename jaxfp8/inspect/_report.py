@@ -327,13 +327,19 @@ def _nnx_rows(model, args, kwargs) -> _Rows:
         return None if index is None else Decision(region.rules[index], index, region)
 
     # 1. Report the layers that take rules.
-    calls = _nnx_calls(model, args, kwargs) if args or kwargs else {}
-    for path, layer, _ in nnx_rules.layers(model):
+    calls = {}
+    if args or kwargs:
+        calls, _ = recorded_calls(model, args, kwargs)
+    for path, layer, attribute in nnx_rules.layers(model):
         known.add(id(layer))
         name = "/".join(map(str, path))
         product = nnx_rules.product(layer)
         decided = decide(path, layer)
-        x = calls.get(path)
+        x = None
+        if calls.get(path):
+            # the rows of all experts are recorded as a batch of each expert's
+            batch_dims = int(attribute == "ragged_dot")
+            x = calls[path].x_shape[batch_dims:]
         if product is None:
             if decided is not None and decided.rule.recipe is not None:
                 rows.use(decided)
@@ -355,19 +361,6 @@ def _nnx_rows(model, args, kwargs) -> _Rows:
             name = "/".join(map(str, path))
             rows.add_other(name, module, decide(path, module), False, *shapes)
     return rows
-
-
-def _nnx_calls(model, args, kwargs) -> dict:
-    """Return, by path, the shape of x in the call of each layer with an FP8 product of
-    its own; None for a layer without a call.
-    """
-    calls, _ = recorded_calls(model, args, kwargs)
-    shapes = {path: call and call.x_shape for path, call in calls.items()}
-    for path, _, attribute in nnx_rules.layers(model):
-        # the rows of all experts are recorded as a batch of each expert's
-        if attribute == "ragged_dot" and shapes.get(path):
-            shapes[path] = shapes[path][1:]
-    return shapes
 
 
 def _kernel(module):
