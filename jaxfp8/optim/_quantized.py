@@ -215,7 +215,7 @@ def quantize_state(
             moment is in FP8 already.
     """
     table = MOMENTS | dict(moments or {})
-    if any(map(is_moment, leaves(opt_state))):
+    if any(map(is_moment, jax.tree.leaves(opt_state, is_leaf=is_moment))):
         raise ValueError(
             "jaxfp8.optim: tx: expected moments in float32, got some in FP8 already; "
             "apply quantized once"
@@ -351,11 +351,6 @@ def check(function, state, table, min_size, inner=None):
         )
 
     map_moments(check_leaf, state.inner, table)
-
-
-def leaves(tree):
-    """Return the leaves of a tree; a Moment is one leaf."""
-    return jax.tree.leaves(tree, is_leaf=is_moment)
 
 
 def is_moment(node):
