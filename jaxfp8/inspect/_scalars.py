@@ -149,30 +149,26 @@ def plot(histories: Sequence[Any], path: str | os.PathLike | None = None) -> Any
     from matplotlib.figure import Figure
 
     lines = _lines(histories)
-    figure = Figure(figsize=(12, 3.2 * len(lines) + 0.6), layout="constrained")
-    rows = figure.subplots(len(lines), 2, squeeze=False, sharex=True)
-    colors = {}
-    for axes, (operand, figures) in zip(rows, lines.items(), strict=True):
-        for axis, title in zip(axes, ("amax", "scale"), strict=True):
-            for name, values in figures[title].items():
-                # 0 means that nothing was recorded; a log scale has no 0
-                drawn = np.where(values > 0, values, np.nan)
-                color = colors.setdefault(name, f"C{len(colors) % 10}")
-                axis.plot(drawn, color=color, linewidth=1, label=name)
-            axis.set(title=f"{title} of {operand}", yscale="log")
-            axis.grid(alpha=0.25)
-            if len(figures[title]) <= _MOST_LABELS:
-                axis.legend(frameon=False, fontsize="x-small")
-    for axis in rows[-1]:
-        axis.set_xlabel("step")
+    rows = len(lines) // 2
+    figure = Figure(figsize=(12, 3.2 * rows + 0.6), layout="constrained")
+    all_axes = figure.subplots(rows, 2, squeeze=False, sharex=True)
+    for axes, (title, by_layer) in zip(all_axes.flat, lines.items(), strict=True):
+        for layer, drawn in by_layer.items():
+            axes.plot(drawn, linewidth=1, label=layer)
+        axes.set(title=title, xlabel="step", yscale="log")
+        axes.grid(alpha=0.25)
+        if len(by_layer) <= _MOST_LABELS:
+            axes.legend(frameon=False, fontsize="x-small")
     if path is not None:
         figure.savefig(path, dpi=130)
     return figure
 
 
-def _lines(trees) -> dict[str, dict[str, dict[str, np.ndarray]]]:
-    """Return, by operand, figure and layer, the values `(steps,)` of a line."""
-    steps = [_measured(f"plot: histories[{i}]", tree) for i, tree in enumerate(trees)]
+def _lines(histories) -> dict[str, dict[str, np.ndarray]]:
+    """Return, by the title of its axes and the layer, the values `(steps,)` of a
+    line.
+    """
+    steps = [_measured(f"plot: histories[{i}]", x) for i, x in enumerate(histories)]
     if not steps:
         raise ValueError(
             "plot: histories: expected a list of variable trees, got an empty one"
@@ -184,11 +180,14 @@ def _lines(trees) -> dict[str, dict[str, dict[str, np.ndarray]]]:
             "plot: histories: expected trees with the same quantizers, got others "
             "after the first"
         )
-    lines = defaultdict(lambda: defaultdict(dict))
+    lines = defaultdict(dict)
     values = np.stack([step.values for step in steps], axis=-1)
-    for path, over_steps in zip(steps[0].names, values, strict=True):
-        name, _, figure = path.rpartition("/")
-        layer, _, quantizer = name.rpartition("/")
+    for name, over_steps in zip(steps[0].names, values, strict=True):
+        path, _, kind = name.rpartition("/")
+        layer, _, quantizer = path.rpartition("/")
         operand, bracket, index = quantizer.partition("[")
-        lines[operand][figure][layer + bracket + index] = over_steps
+        if kind in ("scale", "amax"):
+            # 0 means that nothing was recorded; a log scale has no 0
+            drawn = np.where(over_steps > 0, over_steps, np.nan)
+            lines[f"{kind} of {operand}"][layer + bracket + index] = drawn
     return lines

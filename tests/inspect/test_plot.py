@@ -31,7 +31,7 @@ def test_a_run(tmp_path):
     assert list(found) == [
         f"{title} of {operand}"
         for operand in ("input", "kernel")
-        for title in ("amax", "scale")
+        for title in ("scale", "amax")
     ]
     for operand in ("input", "kernel"):
         np.testing.assert_array_equal(found[f"amax of {operand}"]["up"], [np.nan, 4, 2])
