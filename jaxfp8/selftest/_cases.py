@@ -17,8 +17,8 @@ from ..numerics import E4M3, E5M2
 
 _DTYPES = tuple(map(np.dtype, (jnp.bfloat16, np.float16, np.float32)))
 _PAIRS = tuple(itertools.product(_DTYPES, (E4M3, E5M2)))
-# The shapes are tiny, odd, empty, aligned, in groups by vmap, or of many tiles. Their
-# number, 7, is prime to that of _PAIRS, 6, so that every shape meets every pair.
+# The shapes are tiny, odd, empty, aligned, in groups by vmap, or of many tiles: more
+# than _PAIRS, so that an op meets every pair.
 _MATRICES = ((1, 1), (7, 129), (217, 41), (0, 5), (256, 512), (3, 33, 65), (2048, 4096))
 _PRODUCTS = (
     (1, 1, 1),
@@ -189,13 +189,12 @@ class Case(NamedTuple):
         return jax.tree.leaves(results)
 
 
-def cases(op: str, quick: bool = False) -> Iterator[Case]:
+def cases(op: str) -> Iterator[Case]:
     """Yield the cases of an op, which take shapes, and pairs of dtype and format, in
-    turn; with `quick` five fewer.
+    turn.
     """
     shapes = _PRODUCTS if op in PRODUCTS else _MATRICES
-    for index in range(len(shapes) + (0 if quick else 5)):
-        shape = shapes[index % len(shapes)]
+    for index, shape in enumerate(shapes):
         pair = _PAIRS[index % len(_PAIRS)]
         yield case(op, Kind(shape, *pair, index, hard=100 < np.prod(shape) < 10**5))
 
