@@ -33,9 +33,7 @@ def repeat(batch, x):
     out = None
     if not sharding.mesh.empty:
         out = NamedSharding(sharding.mesh, PartitionSpec(axis, *sharding.spec))
-    return lax.broadcast_in_dim(
-        x, (size, *x.shape), tuple(range(1, x.ndim + 1)), out_sharding=out
-    )
+    return lax.broadcast(x, (size,), out_sharding=out)
 
 
 # `repeat_state` is `repeat` for state: the next states of the examples combine by max.

@@ -160,7 +160,4 @@ def is_differentiated(operands):
     """Tell whether autodiff traces an operand: the tracers of jvp and of linearize have
     a tangent.
     """
-    return any(
-        isinstance(operand, jax.core.Tracer) and hasattr(operand, "tangent")
-        for operand in operands
-    )
+    return any(hasattr(operand, "tangent") for operand in operands)

@@ -28,7 +28,7 @@ def table(rows, columns, form="", right=math.inf):
     Args:
         rows: dicts.
         columns: the keys of a row to show, which are the head as well.
-        form: how a float is written, such as `".4g"`; None is "-".
+        form: how a float is written, such as `".4g"`; None and "" are "-".
         right: see `aligned`.
     """
     lines = [columns]
@@ -36,7 +36,7 @@ def table(rows, columns, form="", right=math.inf):
         cells = []
         for column in columns:
             cell = row[column]
-            if cell is None:
+            if cell in (None, ""):
                 cell = "-"
             elif isinstance(cell, float):
                 cell = f"{cell:{form}}"

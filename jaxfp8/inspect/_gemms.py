@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import linen as nn, nnx
 
 from .._jax import _warnings
-from .._jax._table import aligned
+from .._jax._table import table
 from ..dot import _product
 from ..nnx._inspect import function_of_arrays
 from ..numerics import FP8_DTYPES
@@ -48,14 +48,13 @@ class Gemms:
     platform: str
 
     def __str__(self) -> str:
-        return aligned([_COLUMNS, *map(_cells, self.rows)])
-
-
-def _cells(row) -> tuple[str, ...]:
-    values = row | {"why": row["why"] or "FP8"}
-    if row["pass"] == "backward" and row["gemm"]:
-        values["pass"] = row["gemm"]
-    return tuple(str(values[column] or "-") for column in _COLUMNS)
+        shown = []
+        for row in self.rows:
+            row = row | {"why": row["why"] or "FP8"}
+            if row["pass"] == "backward" and row["gemm"]:
+                row["pass"] = row["gemm"]
+            shown.append(row)
+        return table(shown, _COLUMNS)
 
 
 def gemms(
