@@ -2,12 +2,11 @@
 use.
 """
 
-import functools
-
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.interpreters.xla import apply_primitive
 
 _FIRST_DERIVATIVES_ONLY = (
     "jaxfp8.dot_general, and all that is made of it, has first derivatives in reverse "
@@ -33,11 +32,6 @@ _OF_OPTIMIZERS = {
     "encode_moment": _NO_MOMENTS,
     "decode_moment": _NO_MOMENTS,
 }
-_NOT_FINITE = (
-    "invalid value (a NaN, or with jax_debug_infs an Inf) encountered in the result "
-    "of {op}: an operand has a NaN or an Inf, which becomes a NaN in FP8, or a sum "
-    "overflows; look for the first such value before this operation"
-)
 
 
 def compiled(op):
@@ -45,22 +39,8 @@ def compiled(op):
     `jax.disable_jit()`: a jitted call per params.
     """
 
-    @functools.lru_cache(maxsize=1024)
-    def jitted(params):
-        def bind(*operands):
-            # Where a result is not finite, `jax_debug_nans` and `jax_debug_infs` call
-            # this function outside of jit.
-            if not any(isinstance(operand, jax.core.Tracer) for operand in operands):
-                raise FloatingPointError(_NOT_FINITE.format(op=op.name))
-            return op.bind(*operands, **dict(params))
-
-        return jax.jit(bind)
-
     def run(*operands, **params):
-        # Where `jit` is disabled, the function would bind the op outside of jit, and so
-        # call itself without end.
-        with jax.disable_jit(False):
-            return jitted(tuple(params.items()))(*operands)
+        return apply_primitive(op, *operands, **params)
 
     return run
 
