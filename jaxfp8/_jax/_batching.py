@@ -4,8 +4,7 @@ examples share.
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.interpreters import batching
 
 from . import _compat
 
@@ -29,13 +28,8 @@ def in_front(batch, x, dim, repeated):
 
 def repeat(batch, x):
     """Repeat `x` for each example of a batch."""
-    (size, axis), sharding = batch, jax.typeof(x).sharding
-    out = None
-    if not sharding.mesh.empty:
-        out = NamedSharding(sharding.mesh, PartitionSpec(axis, *sharding.spec))
-    return lax.broadcast_in_dim(
-        x, (size, *x.shape), tuple(range(1, x.ndim + 1)), out_sharding=out
-    )
+    size, mesh_axis = batch
+    return batching.broadcast(x, size, 0, mesh_axis=mesh_axis)
 
 
 # `repeat_state` is `repeat` for state: the next states of the examples combine by max.

@@ -1,12 +1,12 @@
-"""What all primitives share: a run outside of jit, a derivative that nothing may use,
-the jaxprs of an equation.
+"""What all primitives share: a run outside of jit, a derivative that nothing may
+use.
 """
 
-import functools
-
 import jax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.interpreters.xla import apply_primitive
 
 _FIRST_DERIVATIVES_ONLY = (
     "jaxfp8.dot_general, and all that is made of it, has first derivatives in reverse "
@@ -32,11 +32,6 @@ _OF_OPTIMIZERS = {
     "encode_moment": _NO_MOMENTS,
     "decode_moment": _NO_MOMENTS,
 }
-_NOT_FINITE = (
-    "invalid value (a NaN, or with jax_debug_infs an Inf) encountered in the result "
-    "of {op}: an operand has a NaN or an Inf, which becomes a NaN in FP8, or a sum "
-    "overflows; look for the first such value before this operation"
-)
 
 
 def compiled(op):
@@ -44,22 +39,8 @@ def compiled(op):
     `jax.disable_jit()`: a jitted call per params.
     """
 
-    @functools.lru_cache(maxsize=1024)
-    def jitted(params):
-        def bind(*operands):
-            # Where a result is not finite, `jax_debug_nans` and `jax_debug_infs` call
-            # this function outside of jit.
-            if not any(isinstance(operand, jax.core.Tracer) for operand in operands):
-                raise FloatingPointError(_NOT_FINITE.format(op=op.name))
-            return op.bind(*operands, **dict(params))
-
-        return jax.jit(bind)
-
     def run(*operands, **params):
-        # Where `jit` is disabled, the function would bind the op outside of jit, and so
-        # call itself without end.
-        with jax.disable_jit(False):
-            return jitted(tuple(params.items()))(*operands)
+        return apply_primitive(op, *operands, **params)
 
     return run
 
@@ -145,43 +126,18 @@ _undefined_p = linear_primitive(
 )
 
 
-def inner_jaxprs(params):
-    """Yield the jaxprs among the parameters of a primitive; closed jaxprs are
-    opened.
-    """
-    for value in params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            item = getattr(item, "jaxpr", item)  # opens a closed jaxpr
-            if hasattr(item, "eqns"):
-                yield item
-
-
 def without_numpy(x):
     """Return a traced x without the array of numpy that `vmap` leaves inside, which
     JAX's custom derivatives refuse.
 
-    JAX takes such arrays for operands of primitives alone; this one adds no operation
-    to a program.
+    JAX takes such arrays for operands of primitives alone; that of a name adds no
+    operation to a program.
     """
-    return _identity_p.bind(x) if isinstance(x, jax.core.Tracer) else x
-
-
-_identity_p = Primitive("jaxfp8_identity")
-_identity_p.def_abstract_eval(lambda x: x)
-_identity_p.def_impl(lambda x: x)
-ad.deflinear2(_identity_p, lambda cotangent, x: [cotangent])
-batching.primitive_batchers[_identity_p] = lambda args, dims: (
-    _identity_p.bind(*args),
-    *dims,
-)
-mlir.register_lowering(_identity_p, lambda ctx, x: [x])
+    return checkpoint_name(x, "jaxfp8_operand")
 
 
 def is_differentiated(operands):
     """Tell whether autodiff traces an operand: the tracers of jvp and of linearize have
     a tangent.
     """
-    return any(
-        isinstance(operand, jax.core.Tracer) and hasattr(operand, "tangent")
-        for operand in operands
-    )
+    return any(hasattr(operand, "tangent") for operand in operands)

@@ -17,10 +17,6 @@ _IDENTITIES = {
 _LOOPS = {"scan", "shard_map"}
 
 
-class NotOfSamples(Exception):
-    """A function is not one of the numbers that samples stand for."""
-
-
 class Samples:
     """Computes a jaxpr, traced at any shapes, at samples of its operands.
 
@@ -39,7 +35,7 @@ class Samples:
         """Return the results of `jaxpr` at `operands`, samples of its first operands.
 
         Raises:
-            NotOfSamples: the results read another operand.
+            ValueError: the results read another operand.
         """
         jaxpr, constants = getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
         values = dict(zip(jaxpr.invars, operands, strict=False))
@@ -55,7 +51,7 @@ class Samples:
             if atom not in values:
                 eqn = makers.get(atom)
                 if eqn is None:
-                    raise NotOfSamples("it reads another value")
+                    raise ValueError("it reads another value")
                 results = self._apply(eqn, list(map(value, eqn.invars)))
                 values.update(zip(eqn.outvars, results, strict=True))
             return values[atom]

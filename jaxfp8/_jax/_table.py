@@ -22,13 +22,13 @@ def aligned(lines, right=math.inf):
     )
 
 
-def table(rows, columns, form, right=1):
+def table(rows, columns, form="", right=math.inf):
     """Return rows as text in aligned columns.
 
     Args:
         rows: dicts.
         columns: the keys of a row to show, which are the head as well.
-        form: how a float is written, such as `".4g"`; None is "-".
+        form: how a float is written, such as `".4g"`; None and "" are "-".
         right: see `aligned`.
     """
     lines = [columns]
@@ -36,7 +36,7 @@ def table(rows, columns, form, right=1):
         cells = []
         for column in columns:
             cell = row[column]
-            if cell is None:
+            if cell in (None, ""):
                 cell = "-"
             elif isinstance(cell, float):
                 cell = f"{cell:{form}}"

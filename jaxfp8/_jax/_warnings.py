@@ -4,7 +4,6 @@ import inspect
 import traceback
 import warnings
 import weakref
-from typing import NamedTuple
 
 # Frames of these libraries lie between the user's line and the warning. Python 3.11 has
 # no `skip_file_prefixes`.
@@ -22,24 +21,15 @@ _LIBRARIES = {
 }
 
 
-class Line(NamedTuple):
-    """A line of a program, as `warnings.warn_explicit` takes it."""
-
-    filename: str
-    lineno: int
-    module: str
-    registry: dict
-
-
 def user_line():
-    """Find the innermost line outside of the libraries."""
+    """Find the innermost line outside of the libraries, as `warnings.warn_explicit`
+    takes it: file, number, module and registry.
+    """
     for frame, line in traceback.walk_stack(inspect.currentframe()):  # noqa: B007
         if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
             break
     registry = frame.f_globals.setdefault("__warningregistry__", {})
-    return Line(
-        frame.f_code.co_filename, line, frame.f_globals.get("__name__"), registry
-    )
+    return frame.f_code.co_filename, line, frame.f_globals.get("__name__"), registry
 
 
 # What was said, by the trace or the scope in which it was: both are alive while their

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import ops
-from .._jax._samples import NotOfSamples, Samples
+from .._jax._samples import Samples
 from ..ops import ClampedSwiGLU
 from ..recipes import DelayedScaling, DotGeneralState, NamedLayers, Recipe, checked
 from . import _contexts
@@ -352,7 +352,7 @@ class GatedCall(LayersCall):
             try:
                 (values,) = samples.compute(jaxpr, [jnp.asarray(gate), jnp.asarray(up)])
                 values = np.broadcast_to(np.asarray(values, np.float32), gate.shape)
-            except (NotOfSamples, TypeError, ValueError) as error:
+            except (TypeError, ValueError) as error:
                 got = f"a function that is not of each element ({error})"
                 raise self.differs(expected, got) from error
         # Both sum and multiply a few numbers of at most 1 + |gate| and 1 + |up|, each

@@ -50,7 +50,7 @@ class Comparison:
     rows: list[dict[str, Any]]
 
     def __str__(self) -> str:
-        return table(self.rows, _COLUMNS, ".1f")
+        return table(self.rows, _COLUMNS, ".1f", right=1)
 
 
 def compare(
@@ -89,21 +89,16 @@ def compare(
     Raises:
         TypeError: the model cannot be called, or returns no floating-point array and
             there is no `loss`; or there are variables for a model that is not Linen's.
-        ValueError: there is no FP8 product, or no gradient reaches one.
+        ValueError: no gradient reaches an FP8 product.
     """
     args = batch if isinstance(batch, tuple) else (batch,)
     fn, arrays = _function(model, args, variables, kwargs)
     loss = loss or _mean_of_squares
     exact = _run(fn, arrays, loss, _product.multiply_float32, _product.multiply_fp8)
-    if not exact.layers:
-        raise ValueError(
-            "compare: model: expected FP8 products, got none; is autocast off, or no "
-            "recipe given?"
-        )
     if not any(exact.trees.values()):
         raise ValueError(
-            "compare: loss: expected a loss whose gradient reaches an FP8 product, "
-            "got one without such"
+            "compare: model: expected FP8 products that the gradient of the loss "
+            "reaches, got none; is autocast off, or no recipe given?"
         )
     fp8 = _run(fn, arrays, loss, _product.multiply_fp8)
     rows = []
@@ -129,13 +124,8 @@ def _function(model, args, variables, kwargs):
     elif isinstance(model, nnx.Module):
         fn = operator.call
         args = (model, *args)
-    elif callable(model):
-        fn = model
     else:
-        raise TypeError(
-            "compare: model: expected a Linen or NNX module or a function, got "
-            f"{type(model).__name__}"
-        )
+        fn = model
     return nnx_inspect.function_of_arrays(fn, args, kwargs)
 
 

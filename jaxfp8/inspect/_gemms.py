@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import linen as nn, nnx
 
 from .._jax import _warnings
-from .._jax._table import aligned
+from .._jax._table import table
 from ..dot import _product
 from ..nnx._inspect import function_of_arrays
 from ..numerics import FP8_DTYPES
@@ -48,14 +48,13 @@ class Gemms:
     platform: str
 
     def __str__(self) -> str:
-        return aligned([_COLUMNS, *map(_cells, self.rows)])
-
-
-def _cells(row) -> tuple[str, ...]:
-    values = row | {"why": row["why"] or "FP8"}
-    if row["pass"] == "backward" and row["gemm"]:
-        values["pass"] = row["gemm"]
-    return tuple(str(values[column] or "-") for column in _COLUMNS)
+        shown = []
+        for row in self.rows:
+            row = row | {"why": row["why"] or "FP8"}
+            if row["pass"] == "backward" and row["gemm"]:
+                row["pass"] = row["gemm"]
+            shown.append(row)
+        return table(shown, _COLUMNS)
 
 
 def gemms(
@@ -71,8 +70,8 @@ def gemms(
     A product in a loop is listed once.
 
     Args:
-        fn: any function: a training step, a loss, a Linen model's `apply`; or an NNX
-            model.
+        fn: any function: a training step, a loss, a Linen model's `apply` (a model
+            itself raises); or an NNX model.
         args, kwargs: the arguments of `fn`: arrays, `jax.ShapeDtypeStruct`, NNX modules
             and optimizers.
         platform: see `assert_fp8`.
@@ -81,17 +80,9 @@ def gemms(
         The `Gemms`, in the order of the program.
 
     Raises:
-        TypeError: `fn` is not a function.
         ValueError: `platform` is unknown.
     """
     target = Target.parse(platform)
-    is_unbound = isinstance(fn, nn.Module) and fn.scope is None
-    if is_unbound or not callable(fn):
-        raise TypeError(
-            f"gemms: fn: expected a function, got a {type(fn).__name__}, as step in "
-            "gemms(step, state, batch), or the apply of a Linen model in "
-            "gemms(model.apply, variables, x)"
-        )
     if isinstance(fn, nnx.Module):
         args = (fn, *args)
         fn = operator.call
@@ -140,7 +131,6 @@ def assert_fp8(
         AssertionError: products would not run in FP8; the message has layer, pass,
             shapes, dtypes, source line and reason of each. Or `fn` has no matrix
             product at all.
-        TypeError: `fn` is not a function.
         ValueError: `platform` is unknown.
     """
     products = gemms(fn, *args, platform=platform, **kwargs)
@@ -158,20 +148,19 @@ def assert_fp8(
         missed = [row for row in missed if not _allows(pattern, row)]
         if not any(_allows(pattern, row) for row in products.rows):
             idle.append(repr(pattern))
-    said = f"allow: no product of {name} matches {', '.join(idle)}"
+    if idle:
+        _warnings.warn(
+            f"assert_fp8: allow: no product of {name} matches {', '.join(idle)}; is "
+            "the path spelled as in jaxfp8.inspect.gemms?",
+            UserWarning,
+        )
     if missed:
         count, total = (
             sum(row["times"] for row in rows) for rows in (missed, products.rows)
         )
-        message = (
+        raise AssertionError(
             f"assert_fp8: {count} of {total} matrix products of {name} would not run "
             f"in FP8 on {products.platform}:\n{Gemms(missed, products.platform)}"
-        )
-        raise AssertionError(f"{message}\n{said}" if idle else message)
-    if idle:
-        _warnings.warn(
-            f"assert_fp8: {said}; is the path spelled as in jaxfp8.inspect.gemms?",
-            UserWarning,
         )
 
 

@@ -100,8 +100,8 @@ def cublaslt() -> str:
     Raises:
         RuntimeError: there is none.
     """
-    if not _ffi.has_cuda_kernels():
-        raise RuntimeError("not looked for, as there is no CUDA library")
+    if not (_ffi.has_cuda_kernels() and _support.local_gpus()):
+        raise RuntimeError("not looked for: there is no CUDA library, or no NVIDIA GPU")
     version = _ffi.cublaslt_version()  # 130002 for 13.0.2
     major, minor = divmod(version, 10000)
     return f"{major}.{minor // 100}.{minor % 100} (libcublasLt.so.{major})"
@@ -138,7 +138,7 @@ def active_ops(platform: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _lowered(platform, function, arguments) -> tuple[Counter, list[str]]:
+def _lowered(platform, function, arguments) -> tuple[dict[str, int], list[str]]:
     """Return the number of each custom call in a program, and warnings of its lowering;
     a program that its platform refuses has the refusal as its only warning.
     """
@@ -149,9 +149,9 @@ def _lowered(platform, function, arguments) -> tuple[Counter, list[str]]:
             traced = jax.jit(lambda *args: function(*args)).trace(*arguments)
             text = traced.lower(lowering_platforms=(platform,)).as_text()
     except NotImplementedError as error:
-        return Counter(), [f"refused: {error}"]
+        return {}, [f"refused: {error}"]
     calls = sorted(re.findall(r"custom_call @jaxfp8_(\w+?)_v\d+\b", text))
-    return Counter(calls), reasons
+    return dict(Counter(calls)), reasons
 
 
 def _why_not(platform: str, target: str, reasons: list[str]) -> str:

@@ -40,7 +40,6 @@ _ACTIVATIONS = *ops.ACTIVATIONS, ops.ClampedSwiGLU(2.0, alpha=1.702, offset=1.0)
 _HARD = np.float32(
     "inf -inf nan 0 -0 1e-45 -1e-45 1.1754944e-38 -3e38 6e4 448 0.0009765625".split()
 )
-_SCALES = np.float32([1, 3.7, 2.0**-7, 2.0**40, 2.0**-126, 2.0**126])
 # Larger arrays repeat this many numbers; it is a prime, so that no two tiles are alike.
 _PERIOD = 999_983
 
@@ -100,8 +99,8 @@ class Kind(NamedTuple):
         return np.exp2(self.rng.uniform(-octaves, octaves, shape)).astype(np.float32)
 
     def scale(self) -> np.ndarray:
-        """Return a scale f32[1] that may be ordinary, large or small."""
-        return self.rng.choice(_SCALES, 1)
+        """Return a scale f32[1]; every other one may be very large or small."""
+        return self.factors(1, self.turn((4, 126)))
 
     def codes(self, shape, form: Format) -> np.ndarray:
         """Return FP8 codes of normal numbers that use the range of the format; `hard`
@@ -323,18 +322,19 @@ def _undo_factors(kind):
 
 def _scaled_matmul(kind):
     m, n, k = kind.shape
-    bias = kind.numbers(n, _F32).astype(kind.dtype)
-    summands = kind.turn(({}, {"bias": bias}))
 
-    def function(*arrays):
+    def function(a, b, a_scale_inv, b_scale_inv, bias):
         return ops.scaled_matmul(
-            *arrays[:4],
+            a,
+            b,
+            a_scale_inv,
+            b_scale_inv,
+            bias=kind.turn((None, bias)),
             out_dtype=kind.dtype,
             precise=kind.turn((False, True)),
-            **dict(zip(summands, arrays[4:], strict=True)),
         )
 
-    return function, [*kind.operands((m, k), (n, k)), *summands.values()]
+    return function, [*kind.operands((m, k), (n, k)), kind.numbers(n, kind.dtype)]
 
 
 def _block_scaled_matmul(kind):

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax
+from jax.extend.core import jaxprs_in_params
 
-from .._jax._primitives import inner_jaxprs
 from ..dot import _contexts
 from ..numerics import E5M2
 from ..ops import _ffi, _support
@@ -59,7 +59,7 @@ def equations(jaxpr, outer=()) -> Iterator[tuple]:
     """
     for eqn in jaxpr.eqns:
         stack = (*outer, *eqn.source_info.name_stack.stack)
-        inner = list(inner_jaxprs(eqn.params))
+        inner = list(jaxprs_in_params(eqn.params))
         # Of calls, loops and branches only the inner equations are listed.
         for inner_jaxpr in inner:
             yield from equations(inner_jaxpr, stack)

@@ -33,25 +33,7 @@ from ..recipes import (
 )
 
 _COLUMNS = ("layer", "kind", "input", "kernel", "recipe", "why")
-_NO_PRODUCT = {
-    (nn.MultiHeadDotProductAttention, nnx.MultiHeadAttention): (
-        "attention scores have no FP8 product; its query, key, value and out are layers"
-    ),
-    (
-        nn.Conv,
-        nn.ConvTranspose,
-        nn.ConvLocal,
-        nnx.Conv,
-        nnx.ConvTranspose,
-    ): "convolutions have no FP8 product",
-    (nn.Embed, nnx.Embed): "an embedding is looked up, and attend has no FP8 product",
-    nnx.LoRA: "its products are of arrays, and have no FP8 product",
-    nnx.bridge.ToNNX: (
-        "a Linen module; give it its rules with linen.quantize, before the bridge"
-    ),
-}
-
-_OWN_ARRAYS = "rules do not reach products in its code; use Fp8Einsum there"
+_NO_PRODUCT = "it has no FP8 product; code of your own can use Fp8Einsum"
 
 # This context is part of jit's cache key, so that blocks in nn.jit are traced anew for
 # each report; the methods of a cached block would not run.
@@ -187,26 +169,24 @@ class _Rows:
 
     def add_other(self, path, module, decided, takes_rules, *shapes) -> None:
         """Add a module without an FP8 product: a layer that rules leave in high
-        precision or that has another product, and any module where a rule matches it in
-        vain, or where it multiplies arrays.
+        precision or that has another product, and any module that has a matrix.
         """
         _, kernel = shapes
         rule = None if decided is None else decided.rule
         recipe = None
-        reason = _why_no_product(module)
         if takes_rules:
             why = _own_product(module) if rule is None else self.use(decided)
             # Layers that run together have no products of their own.
             if rule is not None and rule.layers is not None:
                 recipe = rule.recipe
-        elif rule is not None and (reason or kernel):
+        elif kernel is None:
+            return
+        elif rule is None:
+            why = f"no rule; {_NO_PRODUCT}"
+        else:
             why = self.use(decided)
             if rule.recipe is not None:
-                why = f"skipped: {reason or _OWN_ARRAYS} ({why})"
-        elif kernel and not reason:
-            why = f"no rule; {_OWN_ARRAYS}"
-        else:
-            return
+                why = f"skipped: {_NO_PRODUCT} ({why})"
         self.add(path, module, recipe, why, *shapes)
 
     def use(self, decided: Decision) -> str:
@@ -221,13 +201,6 @@ class _Rows:
                 if (region, i) not in self.used:
                     texts.append(_rule_text(i, rule))
         return texts
-
-
-def _why_no_product(module) -> str | None:
-    for classes, text in _NO_PRODUCT.items():
-        if isinstance(module, classes):
-            return text
-    return None
 
 
 def _linen_rows(model, variables, args, kwargs) -> _Rows:
@@ -327,13 +300,19 @@ def _nnx_rows(model, args, kwargs) -> _Rows:
         return None if index is None else Decision(region.rules[index], index, region)
 
     # 1. Report the layers that take rules.
-    calls = _nnx_calls(model, args, kwargs) if args or kwargs else {}
-    for path, layer, _ in nnx_rules.layers(model):
+    calls = {}
+    if args or kwargs:
+        calls, _ = recorded_calls(model, args, kwargs)
+    for path, layer, attribute in nnx_rules.layers(model):
         known.add(id(layer))
         name = "/".join(map(str, path))
         product = nnx_rules.product(layer)
         decided = decide(path, layer)
-        x = calls.get(path)
+        x = None
+        if calls.get(path):
+            # the rows of all experts are recorded as a batch of each expert's
+            batch_dims = int(attribute == "ragged_dot")
+            x = calls[path].x_shape[batch_dims:]
         if product is None:
             if decided is not None and decided.rule.recipe is not None:
                 rows.use(decided)
@@ -355,19 +334,6 @@ def _nnx_rows(model, args, kwargs) -> _Rows:
             name = "/".join(map(str, path))
             rows.add_other(name, module, decide(path, module), False, *shapes)
     return rows
-
-
-def _nnx_calls(model, args, kwargs) -> dict:
-    """Return, by path, the shape of x in the call of each layer with an FP8 product of
-    its own; None for a layer without a call.
-    """
-    calls, _ = recorded_calls(model, args, kwargs)
-    shapes = {path: call and call.x_shape for path, call in calls.items()}
-    for path, _, attribute in nnx_rules.layers(model):
-        # the rows of all experts are recorded as a batch of each expert's
-        if attribute == "ragged_dot" and shapes.get(path):
-            shapes[path] = shapes[path][1:]
-    return shapes
 
 
 def _kernel(module):

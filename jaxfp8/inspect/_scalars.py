@@ -115,15 +115,10 @@ def scalars(variables: Any, prefix: str = "fp8") -> dict[str, float]:
 
     Raises:
         ValueError: there is no FP8 state of delayed scaling.
-        TypeError: the function is called inside of jit.
+        jax.errors.TracerArrayConversionError: the function is called inside of jit,
+            where `measure` works.
     """
     measured = variables if isinstance(variables, Measured) else measure(variables)
-    if isinstance(measured.values, jax.core.Tracer):
-        raise TypeError(
-            "scalars: variables: expected concrete arrays, got traced ones; inside of "
-            "jit use jaxfp8.inspect.measure, return what it gives and call scalars on "
-            "that"
-        )
     names = (f"{prefix}/{name}" if prefix else name for name in measured.names)
     return dict(zip(names, np.asarray(measured.values).tolist(), strict=True))
 
@@ -148,49 +143,35 @@ def plot(histories: Sequence[Any], path: str | os.PathLike | None = None) -> Any
 
     Raises:
         ImportError: matplotlib is not installed.
-        TypeError: `histories` is not a list.
-        ValueError: `histories` is empty, or the trees differ in their quantizers.
+        ValueError: `histories` is empty or a single tree, or the trees differ in their
+            quantizers.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "inspect.plot: needs matplotlib; install it: pip install matplotlib"
-        ) from error
+    from matplotlib.figure import Figure
+
     lines = _lines(histories)
-    figure = Figure(figsize=(12, 3.2 * len(lines) + 0.6), layout="constrained")
-    rows = figure.subplots(len(lines), 2, squeeze=False, sharex=True)
-    colors = {}
-    for axes, (operand, figures) in zip(rows, lines.items(), strict=True):
-        for axis, title in zip(axes, ("amax", "scale"), strict=True):
-            for name, values in figures[title].items():
-                # 0 means that nothing was recorded; a log scale has no 0
-                drawn = np.where(values > 0, values, np.nan)
-                color = colors.setdefault(name, f"C{len(colors) % 10}")
-                axis.plot(drawn, color=color, linewidth=1, label=name)
-            axis.set(title=f"{title} of {operand}", yscale="log")
-            axis.grid(alpha=0.25)
-            if len(figures[title]) <= _MOST_LABELS:
-                axis.legend(frameon=False, fontsize="x-small")
-    for axis in rows[-1]:
-        axis.set_xlabel("step")
+    rows = len(lines) // 2
+    figure = Figure(figsize=(12, 3.2 * rows + 0.6), layout="constrained")
+    all_axes = figure.subplots(rows, 2, squeeze=False, sharex=True)
+    for axes, (title, by_layer) in zip(all_axes.flat, lines.items(), strict=True):
+        for layer, drawn in by_layer.items():
+            axes.plot(drawn, linewidth=1, label=layer)
+        axes.set(title=title, xlabel="step", yscale="log")
+        axes.grid(alpha=0.25)
+        if len(by_layer) <= _MOST_LABELS:
+            axes.legend(frameon=False, fontsize="x-small")
     if path is not None:
         figure.savefig(path, dpi=130)
     return figure
 
 
-def _lines(trees) -> dict[str, dict[str, dict[str, np.ndarray]]]:
-    """Return, by operand, figure and layer, the values `(steps,)` of a line."""
-    if not isinstance(trees, (list, tuple)):
-        raise TypeError(
-            "plot: histories: expected a list of variable trees, got "
-            f"{type(trees).__name__}; one tree alone has one step: see "
-            "jaxfp8.inspect.summary"
-        )
-    steps = [_measured(f"plot: histories[{i}]", tree) for i, tree in enumerate(trees)]
+def _lines(histories) -> dict[str, dict[str, np.ndarray]]:
+    """Return, by the title of its axes and the layer, the values `(steps,)` of a
+    line.
+    """
+    steps = [_measured(f"plot: histories[{i}]", x) for i, x in enumerate(histories)]
     if not steps:
         raise ValueError(
-            "plot: histories: expected at least one tree, got an empty list"
+            "plot: histories: expected a list of variable trees, got an empty one"
         )
     # A line follows one quantizer over the steps, so all trees need the same quantizers
     # in one order.
@@ -199,11 +180,14 @@ def _lines(trees) -> dict[str, dict[str, dict[str, np.ndarray]]]:
             "plot: histories: expected trees with the same quantizers, got others "
             "after the first"
         )
-    lines = defaultdict(lambda: defaultdict(dict))
+    lines = defaultdict(dict)
     values = np.stack([step.values for step in steps], axis=-1)
-    for path, over_steps in zip(steps[0].names, values, strict=True):
-        name, _, figure = path.rpartition("/")
-        layer, _, quantizer = name.rpartition("/")
+    for name, over_steps in zip(steps[0].names, values, strict=True):
+        path, _, kind = name.rpartition("/")
+        layer, _, quantizer = path.rpartition("/")
         operand, bracket, index = quantizer.partition("[")
-        lines[operand][figure][layer + bracket + index] = over_steps
+        if kind in ("scale", "amax"):
+            # 0 means that nothing was recorded; a log scale has no 0
+            drawn = np.where(over_steps > 0, over_steps, np.nan)
+            lines[f"{kind} of {operand}"][layer + bracket + index] = drawn
     return lines

@@ -69,7 +69,7 @@ class Summary:
         for row in self.rows if more <= 0 else _worst(self.rows, _SCREEN):
             heads = {"quantizer": row["name"], "amax": row["newest"]}
             shown.append(row | heads | {"filled": f"{row['filled']}/{row['length']}"})
-        text = table(shown, _COLUMNS, ".4g")
+        text = table(shown, _COLUMNS, ".4g", right=1)
         if more > 0:
             text += f"\nand {more} more, which are better"
         below_zero = {
@@ -102,16 +102,11 @@ def summary(variables: Any, *, worst: int | None = None) -> Summary:
 
     Raises:
         ValueError: there is no FP8 state of delayed scaling.
-        TypeError: the function is called inside of jit, where `jaxfp8.inspect.measure`
-            works.
+        jax.errors.TracerArrayConversionError: the function is called inside of jit,
+            where `jaxfp8.inspect.measure` works.
     """
     rows = []
     for quantizer, *state in quantizers("summary: variables", variables):
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in state):
-            raise TypeError(
-                "summary: variables: expected concrete arrays, got tracers; in jit use "
-                "jaxfp8.inspect.measure"
-            )
         history, scale_inv = (np.asarray(x, np.float64) for x in jax.device_get(state))
         for index in np.ndindex(history.shape[:-1]):
             name = quantizer + member(index)

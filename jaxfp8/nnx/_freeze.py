@@ -11,8 +11,8 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import jaxprs_in_params
 
-from .._jax._primitives import inner_jaxprs
 from .._jax._trees import split_arrays
 from ..dot import _frozen, dot_general
 from ._dot_general import (
@@ -174,7 +174,7 @@ def _computed(jaxpr) -> Iterator[str]:
                 producer = producers.get(producer.invars[0])
             if producer:
                 yield name.removeprefix(_KERNEL_NAME)
-        for inner in inner_jaxprs(eqn.params):
+        for inner in jaxprs_in_params(eqn.params):
             yield from _computed(inner)
 
 

@@ -63,7 +63,7 @@ def abs_max(x, axis):
 
 
 def _magnitudes(x):
-    return jnp.where(lax.is_finite(x), jnp.abs(x), jnp.float32(jnp.inf))
+    return jnp.where(lax.is_finite(x), jnp.abs(x), jnp.inf)
 
 
 def larger(x, y):
@@ -83,10 +83,7 @@ def abs_max_by_parts(x):
     """
     if devices.value not in ONE_DEVICE or x.ndim < 2 or x.shape[0] % (16 * _PARTS):
         return abs_max(x, None)
-    magnitudes = [
-        jnp.where(lax.is_finite(part), jnp.abs(part), jnp.inf)
-        for part in jnp.split(x, _PARTS)
-    ]
+    magnitudes = list(map(_magnitudes, jnp.split(x, _PARTS)))
     largest = functools.reduce(jnp.maximum, magnitudes)
     return jnp.max(largest, initial=0).astype(jnp.float32)
 

@@ -3,6 +3,7 @@ parameters.
 """
 
 import functools
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +20,6 @@ from ._quantized import (
     QuantizedState,
     block_keys,
     check,
-    checked_seed,
     is_moment,
     leaf_key,
     quantize_state,
@@ -87,7 +87,7 @@ def adamw(
         `optax.ScaleByAdamState`.
 
     Raises:
-        TypeError: `seed` or `min_size` is no int.
+        TypeError: `seed` is no int.
         ValueError: `max_norm` is not positive. In `init`, `mask` has another tree than
             the parameters, or these hold FP8 state: wrap the transformation in
             `jaxfp8.train.optimizer`. In `apply` and `update`, the state is of another
@@ -95,7 +95,7 @@ def adamw(
             is None; of `update` it may be if `weight_decay` is the number 0 and there
             is no mask.
     """
-    seed = checked_seed("optim.adamw", seed, min_size)
+    seed = operator.index(seed) % 2**32
     small = optax.scale_by_adam(b1, b2, eps, eps_root)
 
     is_known = max_norm is not None and not isinstance(max_norm, jax.core.Tracer)

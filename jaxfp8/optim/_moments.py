@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import ops
+from .._jax._mesh import axes_of
 from ..numerics import E4M3
 
 _NARROWEST = 64
@@ -54,8 +55,7 @@ def block_sharding(sharding, shape):
     """
 
     def divisible(size, axes):
-        names = axes if isinstance(axes, tuple) else (axes,)
-        devices = math.prod(sharding.mesh.shape.get(name, 1) for name in names)
+        devices = math.prod(map(sharding.mesh.shape.get, axes_of(axes)))
         return axes if size % devices == 0 else None
 
     return NamedSharding(

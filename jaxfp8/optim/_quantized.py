@@ -108,13 +108,13 @@ def quantized(
         The transformation; its state is a `QuantizedState`.
 
     Raises:
-        TypeError: `seed` or `min_size` is no int.
+        TypeError: `seed` is no int.
         ValueError: in `init`, `tx` has no state whose moments are known, or already has
             moments in FP8; in `update`, the state is not that of this transformation.
     """
     table = MOMENTS | dict(moments or {})
     tx = optax.with_extra_args_support(tx)
-    seed = checked_seed("optim.quantized", seed, min_size)
+    seed = operator.index(seed) % 2**32
 
     def init(params):
         refuse_state("optim.quantized", params)
@@ -162,21 +162,6 @@ def refuse_state(where, params):
             "this one, jaxfp8.train.optimizer(tx), or take jaxfp8.linen.TrainState or "
             "jaxfp8.nnx.Optimizer"
         )
-
-
-def checked_seed(function, seed, min_size) -> int:
-    """Return a seed modulo 2**32; raise a TypeError in the name of `function` if it, or
-    `min_size`, is no int.
-    """
-    for name, value in (("min_size", min_size), ("seed", seed)):
-        try:
-            number = operator.index(value)
-        except TypeError as error:
-            raise TypeError(
-                f"{function}: {name}: expected an int, got {value!r}; pass a Python "
-                'int, and to optax.inject_hyperparams static_args=("min_size", "seed")'
-            ) from error
-    return number % 2**32
 
 
 def leaf_key(seed, step, leaf):
@@ -230,7 +215,7 @@ def quantize_state(
             moment is in FP8 already.
     """
     table = MOMENTS | dict(moments or {})
-    if any(map(is_moment, leaves(opt_state))):
+    if any(map(is_moment, jax.tree.leaves(opt_state, is_leaf=is_moment))):
         raise ValueError(
             "jaxfp8.optim: tx: expected moments in float32, got some in FP8 already; "
             "apply quantized once"
@@ -366,11 +351,6 @@ def check(function, state, table, min_size, inner=None):
         )
 
     map_moments(check_leaf, state.inner, table)
-
-
-def leaves(tree):
-    """Return the leaves of a tree; a Moment is one leaf."""
-    return jax.tree.leaves(tree, is_leaf=is_moment)
 
 
 def is_moment(node):

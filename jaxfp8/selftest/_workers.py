@@ -15,12 +15,13 @@ import jax
 
 from . import _checks
 
+_LIMIT = 150  # seconds that a check may take
 _START = 60  # seconds until a process has imported everything
 # A new Python for each process: a copy of this one would share its threads and devices.
 _spawned = multiprocessing.get_context("spawn")
 
 
-def work(names: list[str], quick: bool, send: Callable[[dict], None]) -> None:
+def work(names: list[str], send: Callable[[dict], None]) -> None:
     """Run checks in this process, and send a row for each.
 
     A check that raises is the last one in the process: a failed launch on a GPU would
@@ -30,7 +31,7 @@ def work(names: list[str], quick: bool, send: Callable[[dict], None]) -> None:
         start = time.perf_counter()
         has_raised = False
         try:
-            row = _run(name, quick)
+            row = _run(name)
         except Exception as error:  # a broken kernel or installation may raise anything
             has_raised = True
             detail = f"{type(error).__name__}: {error}"[:2000]
@@ -40,16 +41,14 @@ def work(names: list[str], quick: bool, send: Callable[[dict], None]) -> None:
             return
 
 
-def _run(name: str, quick: bool) -> dict[str, Any]:
+def _run(name: str) -> dict[str, Any]:
     """Run a check: "values:amax" is `_checks.values("amax")`."""
     kind, _, op = name.partition(":")
-    if kind == "values":
-        return _checks.values(op, quick=quick)
     check = getattr(_checks, kind)
     return check(op) if op else check()
 
 
-def begin(names: list[str], quick: bool, connection) -> None:
+def begin(names: list[str], connection) -> None:
     """Work in a process that has just begun, and send the rows to `connection`."""
     # Many processes share a GPU, and each needs one. XLA dumps no thunks of a program
     # from the cache.
@@ -57,38 +56,38 @@ def begin(names: list[str], quick: bool, connection) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = device
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     jax.config.update("jax_enable_compilation_cache", False)
-    work(names, quick, connection.send)
+    work(names, connection.send)
 
 
-def finish(jobs: list[list[str]], limit: int, quick: bool) -> list[dict[str, Any]]:
+def finish(jobs: list[list[str]]) -> list[dict[str, Any]]:
     """Return a row for every check of `jobs`; the checks of one job run in one process
-    for as long as it lives, and each may take `limit` seconds.
+    for as long as it lives.
     """
 
     def rows_of(names):
         rows = []
         # A process that ended early leaves checks undone: another one runs the rest.
         while len(rows) < len(names):
-            rows += _rows_of_process(names[len(rows) :], limit, quick)
+            rows += _rows_of_process(names[len(rows) :])
         return rows
 
     with ThreadPoolExecutor(min(12, os.cpu_count() or 1)) as pool:
         return list(itertools.chain.from_iterable(pool.map(rows_of, jobs)))
 
 
-def _rows_of_process(names, limit, quick):
+def _rows_of_process(names):
     """Return the rows of one process; the check at which the process died is failed."""
     receiver, sender = _spawned.Pipe(duplex=False)
-    process = _spawned.Process(target=begin, args=(names, quick, sender), daemon=True)
+    process = _spawned.Process(target=begin, args=(names, sender), daemon=True)
     process.start()
     sender.close()
     rows = []
     try:
-        while receiver.poll(limit if rows else limit + _START):
+        while receiver.poll(_LIMIT if rows else _LIMIT + _START):
             rows.append(receiver.recv())
     except (EOFError, OSError):  # the process has ended, or is about to
-        process.join(limit)
-    died = _why_it_died(process, limit)
+        process.join(_LIMIT)
+    died = _why_it_died(process)
     if died or not rows:
         del rows[len(names) - 1 :]  # a process that died at its exit
         row = {"check": names[len(rows)], "status": "failed"}
@@ -96,11 +95,11 @@ def _rows_of_process(names, limit, quick):
     return rows
 
 
-def _why_it_died(process, limit) -> str:
+def _why_it_died(process) -> str:
     code = process.exitcode
     if code is None:
         process.kill()
-        return f"no answer within {limit} s"
+        return f"no answer within {_LIMIT} s"
     if code < 0:
         return f"crashed ({signal.Signals(-code).name})"
     return f"exit code {code}" if code else ""

@@ -62,7 +62,6 @@ def test_first_launches_in_graphs(tmp_path):
         sys.executable,
         "-m",
         "jaxfp8.selftest",
-        "--quick",
         "--json",
         str(tmp_path / "found.json"),
     ]

@@ -193,12 +193,12 @@ def test_errors():
     x = jnp.ones((4, 8))
     with pytest.raises(
         ValueError,
-        match="compare: model: expected FP8 products, got none; is autocast off",
+        match="compare: model: expected FP8 products that .* is autocast off",
     ):
         inspect.compare(lambda x: 2 * x, x)
     with pytest.raises(
         ValueError,
-        match="compare: loss: expected a loss whose gradient reaches an FP8 product",
+        match="compare: model: expected FP8 products that the gradient of the loss",
     ):
         inspect.compare(gram, x, loss=lambda y: jax.lax.stop_gradient(jnp.sum(y)))
     with pytest.raises(
@@ -211,8 +211,5 @@ def test_errors():
         match="compare: variables: expected None for a model that is not Linen's",
     ):
         inspect.compare(gram, x, {})
-    with pytest.raises(
-        TypeError,
-        match="compare: model: expected a Linen or NNX module or a function, got int",
-    ):
+    with pytest.raises(TypeError, match="'int' object is not callable"):
         inspect.compare(3, x)

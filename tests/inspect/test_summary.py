@@ -226,11 +226,7 @@ def test_errors():
     ):
         inspect.scalars({})
     tree = state([1, 2], 1)
-    with pytest.raises(
-        TypeError, match="summary: variables: expected concrete arrays.*measure"
-    ):
+    with pytest.raises(jax.errors.TracerArrayConversionError):
         jax.jit(lambda tree: len(inspect.summary(tree).rows))(tree)
-    with pytest.raises(
-        TypeError, match="scalars: variables: expected concrete arrays.*measure"
-    ):
+    with pytest.raises(jax.errors.TracerArrayConversionError):
         jax.jit(lambda tree: inspect.scalars(tree))(tree)

@@ -7,7 +7,7 @@ import sys
 import time
 
 
-def begin(names, quick, connection):
+def begin(names, connection):
     for name in names:
         if name == "crash":
             os.kill(os.getpid(), signal.SIGSEGV)

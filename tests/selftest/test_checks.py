@@ -54,10 +54,10 @@ def test_one_wrong_bit(op, result, few_cases, monkeypatch):
             results[place] = lax.bitcast_convert_type(bits, wrong.dtype)
         return results
 
-    assert _checks.values(op, quick=True)["status"] == "passed"
+    assert _checks.values(op)["status"] == "passed"
     jax.clear_caches()
     monkeypatch.setattr(_ffi, "call", call)
-    row = _checks.values(op, quick=True)
+    row = _checks.values(op)
     assert row["status"] == "failed" and "wrong, first at" in row["detail"]
 
 
@@ -71,7 +71,7 @@ def test_a_wrong_scale_of_codes_that_are_compared_one_by_one(
     monkeypatch.setattr(
         _shapes, "group_scales", lambda *arguments: real(*arguments) * 1.07
     )
-    row = _checks.values(op, quick=True)
+    row = _checks.values(op)
     assert row["status"] == "failed" and "differ by one" in row["detail"]
 
 
@@ -81,7 +81,7 @@ def test_a_product_without_its_last_terms(op, monkeypatch):
     the right product.
     """
     monkeypatch.setattr(_cases, "_PRODUCTS", _cases._PRODUCTS[1:6])
-    for case in _cases.cases(op, quick=True):
+    for case in _cases.cases(op):
         function = jax.jit(case.function)
         a, *others = case.arguments
         without = a.copy()
@@ -141,7 +141,7 @@ def test_training(monkeypatch):
 def test_cases_are_of_the_custom_call_on_gpus(op, cuda_custom_calls):
     """All but empty products, which need no kernel."""
     empty = op in ("scaled_matmul", "block_scaled_matmul")
-    for case in _cases.cases(op, quick=True):
+    for case in _cases.cases(op):
         lowered = (
             jax.jit(case.function)
             .trace(*case.arguments)

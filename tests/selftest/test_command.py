@@ -3,6 +3,7 @@ op that failed.
 """
 
 import json
+import re
 
 import another_process
 import pytest
@@ -24,7 +25,7 @@ def run(*arguments, **environment):
 def test_one_op(tmp_path):
     """It is disabled, which is no failure and is said."""
     path = tmp_path / "selftest.json"
-    arguments = "--quick", "--only", "amax", "--json", str(path)
+    arguments = "--only", "amax", "--json", str(path)
     printed = run(*arguments, JAXFP8_DISABLE="amax").stdout
     found = json.loads(path.read_text())
     rows = {row["check"]: row for row in found["rows"]}
@@ -34,13 +35,10 @@ def test_one_op(tmp_path):
         json.dumps(_machine.versions())
     )
     assert found["environment"]["settings"]["JAXFP8_DISABLE"] == "amax"
-    assert (rows["values:amax"]["custom_calls"], rows["values:amax"]["why"]) == (
-        0,
-        "JAXFP8_DISABLE names amax",
-    )
+    detail = "7 cases, 0 by the custom call; JAXFP8_DISABLE names amax"
+    assert rows["values:amax"]["detail"] == detail
     assert 0 < rows["values:amax"]["seconds"] < found["seconds"]
-    (line,) = (line for line in printed.splitlines() if line.startswith("amax"))
-    assert line.split() == "amax jnp passed - JAXFP8_DISABLE names amax".split()
+    assert f"passed  values:amax  {detail}\n" in printed
     assert printed.splitlines()[-1].startswith("passed in")
 
 
@@ -84,16 +82,12 @@ def test_a_failed_op(rows, monkeypatch, capsys, tmp_path):
     rows["values:amax"] = {"status": "failed", "detail": "a bit"}
     assert command.main(["--json", str(tmp_path / "found.json")]) == 1
     printed = capsys.readouterr().out
-    assert (
-        "failed values:amax: a bit\nfailed graph:quantize_norm: crashed (SIGSEGV)\n"
-        in printed
-    )
-    assert (
-        "until it is repaired, set JAXFP8_DISABLE=write_histories,amax,quantize_norm\n"
-        in printed
-    )
-    lines = {line.split()[0]: line.split() for line in printed.splitlines()}
-    assert lines["quantize_norm"][1:4] == ["-", "passed", "failed"]
+    *passed, amax, norm, remedy, _ = printed.splitlines()
+    assert amax.split() == "failed values:amax a bit".split()
+    assert norm.split() == "failed graph:quantize_norm crashed (SIGSEGV)".split()
+    assert not any("failed" in line for line in passed)
+    switch = "set JAXFP8_DISABLE=write_histories,amax,quantize_norm"
+    assert remedy == f"until it is repaired, {switch}"
     found = json.loads((tmp_path / "found.json").read_text())
     assert not found["passed"] and found["environment"] == {"platform": "cuda"}
 
@@ -106,7 +100,7 @@ def test_a_backend_that_does_not_start(rows, monkeypatch, capsys):
     rows["values:amax"] = {"status": "failed", "detail": "RuntimeError: no CUDA"}
     assert command.main([]) == 1
     printed = capsys.readouterr().out
-    assert "failed machine: ZeroDivisionError: division by zero\n" in printed
+    assert re.search("failed +machine +ZeroDivisionError: division by zero\n", printed)
     assert "JAXFP8_DISABLE" not in printed  # it would not help
 
 

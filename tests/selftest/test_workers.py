@@ -14,9 +14,9 @@ pytestmark = pytest.mark.slow
 def finish(monkeypatch, *jobs, limit=100):
     monkeypatch.setattr(_workers, "begin", fake.begin)
     monkeypatch.setattr(_workers, "_START", 30)
+    monkeypatch.setattr(_workers, "_LIMIT", limit)
     return [
-        (row["check"], row["status"], row["detail"])
-        for row in _workers.finish(jobs, limit, False)
+        (row["check"], row["status"], row["detail"]) for row in _workers.finish(jobs)
     ]
 
 
@@ -61,12 +61,12 @@ def test_a_process_that_dies_after_its_checks(name, detail, monkeypatch):
 def test_a_check_that_raises_ends_its_process(monkeypatch):
     """What a failed launch leaves behind on a GPU would fail the next check."""
 
-    def broken(op, quick):
+    def broken(op):
         raise RuntimeError(f"CUDA_ERROR_ILLEGAL_ADDRESS in {op}")
 
     monkeypatch.setattr(_checks, "values", broken)
     rows = []
-    _workers.work(["training", "values:amax", "training"], False, rows.append)
+    _workers.work(["training", "values:amax", "training"], rows.append)
     first, second = rows
     assert first["check"] == "training"
     assert (second["check"], second["status"]) == ("values:amax", "failed")

@@ -27,7 +27,7 @@ def on_tpu(monkeypatch):
 
 @pytest.mark.parametrize("op", _op_calls.OPS)
 def test_values(op, on_tpu):
-    row = _checks.values(op, quick=True)
+    row = _checks.values(op)
     assert row["status"] == "passed", row["detail"]
     assert ("have no product on a TPU" in row["detail"]) == (
         op == "block_scaled_matmul"
