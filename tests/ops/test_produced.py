@@ -51,15 +51,15 @@ def inputs(name, shape, dtype, seed=0):
     )
 
 
-def parameters(name, shape, dtype=F32, seed=0):
+def parameters(name, shape, dtype=F32):
     """gamma and beta of a norm; the gradient of an activation's result; nothing of an
     activation.
     """
     if name in ACTIVATIONS:
         return ()
     if name in GRADIENTS:
-        return (cases.random_values(shape, dtype, seed + 1, 1.0),)
-    rng, n = np.random.default_rng(seed), shape[-1]
+        return (cases.random_values(shape, dtype, 1, 1.0),)
+    rng, n = np.random.default_rng(0), shape[-1]
     gamma = (1 + 0.3 * rng.standard_normal(n)).astype(dtype)
     beta = rng.standard_normal(n).astype(dtype)
     return gamma, beta if NORMS[name][1] else None

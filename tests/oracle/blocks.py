@@ -311,11 +311,9 @@ def ragged_matmul(
     return oracle.joined(np.concatenate, [*parts, oracle.rest(a, b, ranges)])
 
 
-def cublaslt_layout(scales, block, rows: int, k: int, fill=0) -> np.ndarray:
-    """The scales of a matrix `[rows, k]` where cuBLASLt's manual wants them, as one
-    dimension; E8M0 as uint8 codes.
-
-    `fill`: what stands for rows and blocks of 32 that a tile has beyond the matrix.
+def cublaslt_layout(scales, block, rows: int) -> np.ndarray:
+    """The scales of a matrix of so many rows where cuBLASLt's manual wants them, as one
+    dimension; E8M0 as uint8 codes, 0 where a tile is beyond the matrix.
     """
     scales = np.asarray(scales)
     scales = scales.view(np.uint8) if scales.dtype == E8M0 else scales
@@ -330,7 +328,7 @@ def cublaslt_layout(scales, block, rows: int, k: int, fill=0) -> np.ndarray:
         out[:, :blocks] = scales
         return out.reshape(-1)
     assert block == (1, 32)
-    out = np.full(-(-rows // 128) * 128 * inner_dim, fill, scales.dtype)
+    out = np.zeros(-(-rows // 128) * 128 * inner_dim, scales.dtype)
     for outer, inner in np.ndindex(rows, blocks):
         tile = (inner // 4 * 4 + outer // 128 * inner_dim) * 128
         out[tile + outer % 32 * 16 + outer % 128 // 32 * 4 + inner % 4] = scales[
