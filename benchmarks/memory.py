@@ -48,8 +48,13 @@ def main():
     if reason := compiler.missing():
         sys.exit(f"benchmarks/memory.py: {reason}")
     described = environment()
-    models = json.loads(compiler.run("memory", *args.models))
-    for model, candidates in models.items():
+    models = {}
+    for model, candidates in json.loads(compiler.run("memory", *args.models)).items():
+        candidates = {
+            name: {key: found[key] for key in ("temporary_bytes", "state_bytes")}
+            for name, found in candidates.items()
+        }
+        models[model] = candidates
         print(f"\n{table(model, candidates)}", flush=True)
     write(args.json, environment=described, models=models)
 

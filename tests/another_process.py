@@ -2,7 +2,6 @@
 
 import os
 import pathlib
-import pickle
 import subprocess
 import sys
 import tempfile
@@ -43,7 +42,6 @@ import tempfile
 
 import jax
 import numpy as np
-import jax, numpy as np
 {imports}
 program = jax.export.deserialize(bytearray(open("program", "rb").read()))
 with np.load("in.npz") as file:
@@ -93,16 +91,3 @@ def export(function, *arguments):
         for name in ops.custom_call_targets()
     ]
     return jax.export.export(jax.jit(function), disabled_checks=checks)(*arguments)
-
-
-def run(code: str, payload: bytes):
-    """Run `code` and return the object that it pickles to stdout; `payload` is its
-    stdin.
-    """
-    command = [sys.executable, "-c", code]
-    environment = os.environ | {"PYTHONPATH": PATH}
-    process = subprocess.run(
-        command, input=payload, capture_output=True, env=environment
-    )
-    assert process.returncode == 0, process.stderr.decode()
-    return pickle.loads(process.stdout)

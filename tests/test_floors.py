@@ -4,6 +4,7 @@ floor; no module lies loose.
 
 import ast
 import graphlib
+import importlib.util
 import pathlib
 
 import another_process
@@ -27,55 +28,31 @@ FLOORS = [
 FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names.split()}
 
 
-def module_of(path: pathlib.Path) -> str:
-    """`recipes._delayed`; of a package its name, of jaxfp8 itself `__init__`."""
-    parts = path.with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
-
-
 def imports() -> dict[str, set[str]]:
     """The modules of the package that each of them imports, also inside of
     functions.
     """
-    paths = {
-        module_of(path.relative_to(PACKAGE)): path
-        for path in sorted(PACKAGE.rglob("*.py"))
-    }
+    paths = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+        paths[name.removesuffix(".__init__")] = path
     return {module: set(_imported(paths, module)) - {module} for module in paths}
 
 
 def _imported(paths, module):
-    is_package = paths[module].name == "__init__.py"
-    here = (
-        []
-        if module == "__init__"
-        else module.split(".")
-        if is_package
-        else module.split(".")[:-1]
-    )
-    for node in ast.walk(ast.parse(paths[module].read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            base = here[: len(here) - node.level + 1] + (
-                node.module.split(".") if node.module else []
-            )
-        elif (
-            isinstance(node, ast.ImportFrom)
-            and (node.module or "").split(".")[0] == "jaxfp8"
-        ):
-            base = node.module.split(".")[1:]
-        elif isinstance(node, ast.Import):
-            names = (alias.name.split(".") for alias in node.names)
-            yield from (
-                ".".join(name[1:]) or "__init__"
-                for name in names
-                if name[0] == "jaxfp8"
-            )
-            continue
-        else:
-            continue
-        for alias in node.names:
-            below = ".".join([*base, alias.name])
-            yield below if below in paths else ".".join(base) or "__init__"
+    path = paths[module]
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            relative = "." * node.level + (node.module or "")
+            base = importlib.util.resolve_name(relative, package)
+            names = [f"{base}.{alias.name}" for alias in node.names]
+        for name in names:
+            if name.partition(".")[0] == "jaxfp8":
+                yield name if name in paths else name.rpartition(".")[0]
 
 
 def test_no_module_lies_loose():
@@ -87,7 +64,10 @@ def test_imports_go_downward():
     wrong = []
     for module, others in imports().items():
         for other in others:
-            above, below = (name.split(".")[0] for name in (module, other))
+            # jaxfp8 itself is its `__init__`
+            above, below = (
+                f"{name}.__init__".split(".")[1] for name in (module, other)
+            )
             is_down = FLOOR.get(above, -1) > FLOOR.get(below, len(FLOORS))
             if above != below and not is_down:
                 wrong.append(f"{module} imports {other}")

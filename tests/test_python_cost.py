@@ -1,13 +1,12 @@
 """How much program a Dense layer's training step is, beside Flax's own FP8 class."""
 
-import re
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from aot import count
 
 import jaxfp8
 from jaxfp8 import ops
@@ -15,48 +14,28 @@ from jaxfp8 import ops
 X, GRAD = np.ones((64, 128), oracle.BF16), np.ones((64, 256), oracle.BF16)
 
 
-def step_of(layers: int, dot_general_cls):
-    """Forward and backward of Dense layers in bfloat16."""
-
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            for _ in range(layers):
-                x = nn.Dense(
-                    256,
-                    use_bias=False,
-                    dtype=jnp.bfloat16,
-                    dot_general_cls=dot_general_cls,
-                )(x)
-            return x
-
-    model = Model()
+def operations(dot_general_cls, platform) -> int:
+    """Of forward and backward of a Dense layer in bfloat16."""
+    options = {"use_bias": False, "dtype": jnp.bfloat16}
+    model = nn.Dense(256, dot_general_cls=dot_general_cls, **options)
     variables = model.init(jax.random.key(0), X)
 
     def step(variables, x, grad):
         y, vjp = jax.vjp(model.apply, variables, x)
         return y, vjp(grad)
 
-    return jax.jit(step).trace(variables, X, GRAD)
-
-
-def operations(traced, platform) -> int:
-    """StableHLO operations and calls in the lowered program, constants and shape
-    changes included.
-    """
+    traced = jax.jit(step).trace(variables, X, GRAD)
     text = traced.lower(lowering_platforms=(platform,)).as_text()
-    return len(re.findall(r"^\s+%\S+ = ", text, re.MULTILINE))
+    return count.stablehlo_operations(text)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
-def test_operations_of_a_dense_step(platform, monkeypatch):
-    if platform == "cuda" and not jaxfp8.ops.has_cuda_kernels():
-        monkeypatch.setattr(ops._ffi, "_has_cuda_kernels", True)
+@pytest.mark.usefixtures("cuda_custom_calls")
+def test_operations_of_a_dense_step(platform):
     if platform == "cpu" and not ops._ffi.has_cpu_kernels:
         pytest.skip("needs the CPU library: the reference writes the codec out")
     ours, flax = (
-        operations(step_of(1, cls), platform)
-        for cls in (jaxfp8.Fp8DotGeneral, nn.Fp8DotGeneral)
+        operations(cls, platform) for cls in (jaxfp8.Fp8DotGeneral, nn.Fp8DotGeneral)
     )
     # Four are bytes of codes kept for the backward. On a CPU the products are written
     # out, and the factors of scales.

@@ -1,13 +1,10 @@
-"""CONTRIBUTING and the pages for developers name what exists: every name in backticks,
-every package in the drawing.
-"""
+"""CONTRIBUTING and the pages for developers name what exists, in backticks."""
 
 import re
 
 import pytest
 import snippets
 import tiers
-from test_floors import FLOORS
 
 ROOT = snippets.ROOT
 PAGES = ["CONTRIBUTING.md", "docs/architecture.md", "tests/README.md"]
@@ -33,25 +30,6 @@ def test_names_exist(page):
     prose = re.sub(r"```.*?```|<[^>]*>", "", (ROOT / page).read_text(), flags=re.DOTALL)
     code = " ".join(re.findall(r"`([^`]+)`", prose))
     assert set(re.findall(r"[A-Za-z_]\w{2,}", code)) - words() == set()
-
-
-def test_the_drawing_has_every_package_on_its_floor():
-    svg = (ROOT / "docs" / "images" / "architecture.svg").read_text()
-    boxes = re.findall(r'y="(\d+)"[^>]*font-weight="bold">([^<]+)<', svg)
-    height = {
-        name: -int(y)
-        for y, names in boxes
-        for name in names.split(", ")
-        if "library" not in name
-    }
-    packages = {path.parent.name for path in (ROOT / "jaxfp8").glob("*/__init__.py")}
-    assert set(height) == packages
-    floors = [
-        [height[name] for name in floor.split() if name in packages] for floor in FLOORS
-    ]
-    floors = [floor for floor in floors if floor]
-    for below, above in zip(floors, floors[1:], strict=False):
-        assert max(below) < min(above)
 
 
 def test_files_of_the_tiers_exist():

@@ -395,6 +395,10 @@ def residual_bytes(function, *arguments) -> int:
     runs.
     """
     _, vjp = jax.eval_shape(lambda *a: jax.vjp(function, *a), *arguments)
+    return total_bytes(vjp)
+
+
+def total_bytes(tree) -> int:
     return sum(
-        math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(vjp)
+        math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)
     )

@@ -59,16 +59,13 @@ def report(model, make) -> dict:
     """What is in the program of one forward pass."""
     x = jax.ShapeDtypeStruct((ROWS, SIZE), jnp.bfloat16)
     variables = make(model, jax.eval_shape(model.init, jax.random.key(0), x), x)
-    weights = sum(
-        leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(variables)
-    )
     lowered = jax.jit(model.apply).lower(*programs.on_one((variables, x)))
     compiled = lowered.compile(programs.LIBRARY_GEMMS | programs.QUICKLY)
     # A conditional takes the amax of a tensor whose history is empty, which that of a
     # trained model is not.
     text = compiled.as_text()
     return count.summary(text, taken=False) | {
-        "weights": weights,
+        "weights": count.total_bytes(variables),
         "conditionals": text.count(" conditional("),
     }
 

@@ -1,7 +1,7 @@
-"""What a training step holds on an H200 at its peak; prints as JSON the bytes of
-temporaries and of FP8 state of each program.
+"""Models of which `benchmarks/memory.py` says what a training step holds on an H200 at
+its peak; prints as JSON what `count` finds.
 
-    python -m aot.memory [--quickly] [MODEL...]
+    python -m aot.memory [--quickly] MODEL...
 
 Two models, forward and backward, all gradients and the next state: `llama`, a scan over
 8 blocks of Llama's sizes (norms, the projections of attention without attention itself,
@@ -9,36 +9,23 @@ and the gated MLP), which computes norms again in the backward and nothing else;
 `experts`, a gated MLP of 16 experts over sorted rows.
 """
 
-import argparse
 import functools
-import json
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jaxfp8
 
-from .programs import (
-    DENSES,
-    HIDDEN,
-    LAYERS,
-    LIBRARY_GEMMS,
-    QUICKLY,
-    STATE,
-    TOKENS,
-    WIDTH,
-    gpus,
-    on_one,
-    training_step,
-)
+from . import programs
+from .programs import DENSES, HIDDEN, LAYERS, STATE, TOKENS, WIDTH
 
 EXPERTS, EXPERT_HIDDEN = 16, 2048
 DELAYED = jaxfp8.DelayedScaling(amax_history_len=16)
 KEPT = jaxfp8.DelayedScaling(amax_history_len=16, fp8_residuals=True)
 BY_PRODUCT = jaxfp8.ByProduct(DELAYED, DELAYED)
 RECIPES = {"fused": DELAYED, "fused, FP8 kept": KEPT, "own, wgrad in bf16": BY_PRODUCT}
+_FUSED = "fused", "fused, FP8 kept"
 
 
 class Block(nn.Module):
@@ -123,52 +110,15 @@ class Experts(nn.Module):
         return product("wo", h, (EXPERT_HIDDEN, WIDTH))
 
 
-MODELS = {
-    "llama": (
-        Llama,
-        ("bf16", "flax", "own", "own, wgrad in bf16", "fused", "fused, FP8 kept"),
-    ),
-    "experts": (Experts, ("bf16", "fused", "fused, FP8 kept")),
+programs.GROUPS |= {
+    "llama": {
+        "llama": programs.Case(
+            Llama,
+            candidates=("bf16", "flax", "own", "own, wgrad in bf16", *_FUSED),
+        )
+    },
+    "experts": {"experts": programs.Case(Experts, candidates=("bf16", *_FUSED))},
 }
 
-
-def report(name: str, candidate: str, quickly=False) -> dict:
-    """Of the program of forward and backward."""
-    model = MODELS[name][0](candidate)
-    where = NamedSharding(gpus("h200", (1, 1)), P())
-    x = on_one(jax.ShapeDtypeStruct((TOKENS, WIDTH), jnp.bfloat16))
-    variables = on_one(jax.eval_shape(model.init, jax.random.key(0), x))
-
-    def forward(variables, x):
-        is_flax = candidate == "flax"  # its state has a dtype of its own
-        return model.apply(variables if is_flax else jaxfp8.max_grad(variables), x)
-
-    step = jax.jit(training_step(forward), out_shardings=where)
-    options = LIBRARY_GEMMS | (QUICKLY if quickly else {})
-    program = step.lower(variables, x, x).compile(options)
-    state = jax.tree.leaves(variables.get(STATE, {}))
-    return {
-        "temporary_bytes": program.memory_analysis().temp_size_in_bytes,
-        "state_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in state),
-    }
-
-
-def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("models", nargs="*", default=list(MODELS))
-    parser.add_argument("--quickly", action="store_true")
-    args = parser.parse_args()
-    print(
-        json.dumps(
-            {
-                m: {c: report(m, c, args.quickly) for c in MODELS[m][1]}
-                for m in args.models
-            }
-        )
-    )
-
-
 if __name__ == "__main__":
-    main()
+    programs.main()

@@ -20,7 +20,7 @@ import jaxfp8.nnx
 from jaxfp8 import ops
 
 from . import count, hlo
-from .programs import LIBRARY_GEMMS, QUICKLY, gpus
+from .programs import LIBRARY_GEMMS, QUICKLY, gpus, training_step
 
 M, K, N, GROUPS = 1024, 512, 2048, 4
 RECIPE = jaxfp8.DelayedScaling(amax_history_len=16)
@@ -34,9 +34,9 @@ def zeros(*shape, dtype=BF16):
 
 
 def of_module(model, m=M):
-    """`(function, arguments, shape of the result)`."""
+    """`(function, variables, x)`."""
     x = zeros(m, K)
-    return model.apply, (jax.eval_shape(model.init, jax.random.key(0), x), x), (m, N)
+    return model.apply, jax.eval_shape(model.init, jax.random.key(0), x), x
 
 
 def of_nnx():
@@ -46,16 +46,15 @@ def of_nnx():
     layer(jnp.zeros((M, K), BF16))
     graph, state = nnx.split(layer)
     shapes = jax.tree.map(lambda leaf: zeros(*leaf.shape, dtype=leaf.dtype), state)
-    return lambda state, x: nnx.merge(graph, state)(x), (shapes, zeros(M, K)), (M, N)
+    return lambda state, x: nnx.merge(graph, state)(x), shapes, zeros(M, K)
 
 
-def of_product(product, x, kernel, result):
-    state = jaxfp8.init_state(RECIPE)
-    return (
-        lambda x, kernel, state: product(x, kernel, recipe=RECIPE, state=state),
-        (x, kernel, state),
-        result,
-    )
+def of_product(product, x, kernel):
+    def function(variables, x):
+        kernel, state = variables
+        return product(x, kernel, recipe=RECIPE, state=state)
+
+    return function, (kernel, jaxfp8.init_state(RECIPE)), x
 
 
 def members(x, kernel, recipe, state):
@@ -84,17 +83,14 @@ CASES = {
     ),
     "nnx.Linear": of_nnx,
     "dot_general in f32": lambda: of_product(
-        plain, zeros(M, K, dtype=jnp.float32), zeros(K, N, dtype=jnp.float32), (M, N)
+        plain, zeros(M, K, dtype=jnp.float32), zeros(K, N, dtype=jnp.float32)
     ),
     "einsum": lambda: of_product(
         functools.partial(jaxfp8.einsum, "gmk,gkn->gmn"),
         zeros(GROUPS, M, K),
         zeros(GROUPS, K, N),
-        (GROUPS, M, N),
     ),
-    "members": lambda: of_product(
-        members, zeros(GROUPS, M, K), zeros(GROUPS, K, N), (GROUPS, M, N)
-    ),
+    "members": lambda: of_product(members, zeros(GROUPS, M, K), zeros(GROUPS, K, N)),
 }
 # Of eight devices: rows of x and of the kernel are cut.
 SHARDED = {"FSDP nn.Dense": "nn.Dense", "FSDP Dense with bias": "Dense with bias"}
@@ -108,7 +104,7 @@ FLAX = {
 }
 
 
-def compiled(function, arguments, result, devices=1) -> str:
+def compiled(function, variables, x, devices=1) -> str:
     mesh = gpus("h200", (devices, 1))
 
     def placed(leaf):
@@ -117,23 +113,12 @@ def compiled(function, arguments, result, devices=1) -> str:
             leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)
         )
 
-    def step(arguments, grad):
-        y, vjp = jax.vjp(function, *arguments)
-        # As where a loss is between them: otherwise XLA fuses parts of the backward
-        # into the forward.
-        y, grad = jax.lax.optimization_barrier((y, grad))
-        return y, vjp(grad)
-
-    arguments = jax.tree.map(placed, arguments)
-    dtype = jax.eval_shape(function, *arguments).dtype
-    grad = placed(zeros(*result, dtype=dtype))
-    where = jax.tree.map(lambda leaf: leaf.sharding, (grad, arguments))
-    return (
-        jax.jit(step, out_shardings=where)
-        .lower(arguments, grad)
-        .compile(LIBRARY_GEMMS | QUICKLY)
-        .as_text()
-    )
+    variables, x = jax.tree.map(placed, (variables, x))
+    grad = placed(jax.eval_shape(function, variables, x))
+    where = jax.tree.map(lambda leaf: leaf.sharding, (grad, (variables, x)))
+    step = jax.jit(training_step(function), out_shardings=where)
+    options = LIBRARY_GEMMS | QUICKLY
+    return step.lower(variables, x, grad).compile(options).as_text()
 
 
 def report(text) -> dict:

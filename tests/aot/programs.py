@@ -345,7 +345,7 @@ def report(case: Case, candidate: str, quickly=False, gpu="h200") -> dict:
         )
 
     def of_variable(path, leaf):
-        names = [key.key for key in path]
+        names = [getattr(key, "key", "") for key in path]
         spec = (
             case.kernels(names[-2]) if names[-1] == "kernel" and len(names) > 2 else P()
         )
@@ -393,6 +393,7 @@ def report(case: Case, candidate: str, quickly=False, gpu="h200") -> dict:
             "timeline": timeline.summary(text),
             "operations": count.stablehlo_operations(lowered.as_text()),
             "residual_bytes": residuals,
+            "state_bytes": count.total_bytes(variables.get(STATE, {})),
             "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
             "compile_seconds": seconds,
         }

@@ -189,16 +189,16 @@ def _seconds_of_launch(module, launch, rates) -> float:
     return 2 * math.sqrt(a.elements * b.elements * out.elements / batch) / rate
 
 
-def profile(module: hlo.Module, rates: Rates = RATES) -> str:
+def profile(module: hlo.Module) -> str:
     """What each launch of a program takes, in the form of a profile that XLA's
     scheduler reads: a `ProfiledInstructionsProto` as text.
     """
     lines = []
     for launch in count.launches(module):
         if launch.is_collective:
-            seconds = _seconds_of_collective(launch, rates)
+            seconds = _seconds_of_collective(launch, RATES)
         else:
-            seconds = rates.launch + _seconds_of_launch(module, launch, rates)
+            seconds = RATES.launch + _seconds_of_launch(module, launch, RATES)
         name = launch.instruction.name
         lines.append(f'costs {{ name: "{name}" cost_us: {1e6 * seconds:.3f} }}\n')
     return "".join(lines)

@@ -76,7 +76,9 @@ def checkout(tmp_path):
         "flax-0.12.12-any",
     ):
         (root / "wheelhouse" / f"{name}.whl").touch()
-    write_built(root)
+    libraries = digest(root, "CMakeLists.txt", "cmake", "common", "cpu", "cuda")
+    built = f"abc1234\n{libraries}{digest(root, 'jaxfp8')}"
+    (root / "wheelhouse" / "built").write_text(built)
     for name in ("nvidia-smi", "nvcc"):
         tool = tmp_path / "bin" / name
         tool.parent.mkdir(exist_ok=True)
@@ -89,13 +91,6 @@ def digest(root, *paths):
     return subprocess.run(
         ["bash", root / "tools" / "digest.sh", *paths], capture_output=True, text=True
     ).stdout
-
-
-def write_built(root):
-    libraries = digest(root, "CMakeLists.txt", "cmake", "common", "cpu", "cuda")
-    (root / "wheelhouse" / "built").write_text(
-        f"abc1234\n{libraries}{digest(root, 'jaxfp8')}"
-    )
 
 
 def session(root, call="test", cases="", budget=100, **environment):

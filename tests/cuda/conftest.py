@@ -27,9 +27,7 @@ def launchers(request):
     """
     if request.param == "emulated":
         return request.getfixturevalue("emulated_library")
-    if reason := machine.why_not():
-        pytest.skip(reason)
-    return machine.Interpreted(machine.build(request.param.removeprefix("ptx-")))
+    return machine.launchers(request.param.removeprefix("ptx-"))
 
 
 @pytest.fixture(

@@ -76,32 +76,38 @@ def sources() -> bytes:
     return _digest(ROOT / "common", ROOT / "cuda", EMULATOR)
 
 
+def run(command, folder: Path) -> None:
+    done = subprocess.run(
+        [*map(str, command)], cwd=folder, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def kept(cache: Path, name: str, key: bytes, make) -> Path:
+    """The folder in `cache` that `make(folder)` has filled; it is made once for a key,
+    by one process.
+    """
+    folder = cache / f"{name}-{hashlib.sha256(key).hexdigest()[:16]}"
+    cache.mkdir(parents=True, exist_ok=True)
+    # Of two workers one compiles, and the other one waits for it.
+    with open(f"{folder}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            with tempfile.TemporaryDirectory(dir=cache) as part:
+                make(Path(part))
+                os.rename(shutil.copytree(part, f"{part}.whole"), folder)
+    return folder
+
+
 def _cached(name: str, *arguments, headers: tuple[Path, ...] = ()) -> Path:
     """What the compiler makes of `arguments`, which include files of ours and of
     `headers`.
     """
-    key = (
-        "\0".join(map(str, (shutil.which(compiler()), *arguments))).encode()
-        + sources()
-        + _digest(*headers)
-    )
-    result = CACHE / f"{hashlib.sha256(key).hexdigest()[:16]}-{name}"
-    CACHE.mkdir(parents=True, exist_ok=True)
-    # Of two workers one compiles, and the other one waits for it.
-    with open(CACHE / f"{result.name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not result.exists():
-            _compile(name, arguments, result)
-    return result
-
-
-def _compile(name: str, arguments, result: Path) -> None:
     command = [compiler(), *FLAGS.split(), f"-I{EMULATOR}", f"-I{ROOT}"]
-    command += [*map(str, arguments), "-o", name]
-    with tempfile.TemporaryDirectory(dir=CACHE) as folder:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        os.replace(Path(folder, name), result)
+    command += [*arguments, "-o", name]
+    version = shutil.which(compiler())
+    key = repr((version, command)).encode() + sources() + _digest(*headers)
+    return kept(CACHE, name, key, functools.partial(run, command)) / name
 
 
 def _object(source: Path) -> Path:

@@ -7,9 +7,9 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
+import another_process
 import pytest
 
 from . import emulated
@@ -114,19 +114,13 @@ def build(folder, includes, cuda) -> Path:
     return folder
 
 
-def run(folder, check):
-    command = [sys.executable, str(FAKE / "checks.py"), str(folder), check]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.parametrize("check", CHECKS.split())
 def test_cublaslt_calls(folder, check):
     if check in ("missing_library", "no_terms") and shutil.which("nvidia-smi"):
         pytest.skip("the real cuBLASLt may be found here")
-    run(folder, check)
+    another_process.python(FAKE / "checks.py", folder, check)
 
 
 def test_the_library_of_cuda_12(cuda_12):
     """A module opens the cuBLASLt of its headers."""
-    run(cuda_12, "library_of_cuda_12")
+    another_process.python(FAKE / "checks.py", cuda_12, "library_of_cuda_12")

@@ -4,7 +4,6 @@ what tests/ops/test_raw_targets.py has no table for.
 
 import jax
 import numpy as np
-import oracle
 import pytest
 from ops import targets
 from ops.cases import run_target as run
@@ -67,26 +66,6 @@ def test_two_e5m2_are_refused(op):
     op, results, (a, b, *scales) = parts(op)
     operands = [(a[0], E5M2), (b[0], E5M2), *scales]
     assert_named(op, results, operands, rf"\b{op}: b: expected dtype F8E4M3FN")
-
-
-@pytest.mark.parametrize(
-    "op, fewer",
-    [("quantize_activation", [2]), ("quantize_norm", [2]), (BLOCKS, [3, 4])],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_one_layout_and_too_many(op, fewer):
-    op, results, operands = parts(op)
-    both = call(op, results, operands)
-    for got, expected in zip(
-        call(op, results[: fewer[0]], operands), both[: fewer[0]], strict=True
-    ):
-        oracle.assert_bitwise(got, np.asarray(expected), f"{op} without data_t")
-    for wrong in ([*results, ((1,), F32)], *(results[:n] for n in fewer[1:])):
-        message = (
-            rf"{op.split(',')[0]}: expected {fewer[0]} or {len(results)} results, "
-            rf"got {len(wrong)}"
-        )
-        assert_named(op, wrong, operands, message)
 
 
 @pytest.mark.parametrize(

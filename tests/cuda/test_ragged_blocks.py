@@ -19,9 +19,7 @@ SIZES = [100, 0, 1, 170, 20]
 def launchers(request):
     """The launchers on Hopper."""
     if request.param == "ptx":
-        if reason := machine.why_not():
-            pytest.skip(reason)
-        yield machine.Interpreted(machine.build())
+        yield machine.launchers()
     else:
         made = request.getfixturevalue("emulated_library")
         with emulated.hopper(made.library):

@@ -28,9 +28,7 @@ CASES = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module")
 def launchers():
-    if reason := machine.why_not():
-        pytest.skip(reason)
-    return machine.Interpreted(machine.build())
+    return machine.launchers()
 
 
 @pytest.fixture

@@ -1,8 +1,6 @@
 """What compute-sanitizer is to look at: every custom call, in programs that run."""
 
-import subprocess
-import sys
-
+import another_process
 import pytest
 from lowering import cuda_text
 
@@ -25,8 +23,5 @@ def test_every_custom_call(cuda_custom_calls):
 @pytest.mark.slow
 def test_cases_run():
     """On a CPU here; in a process of its own, as on a GPU."""
-    command = [sys.executable, sanitize.CASES, "--own"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, check=True
-    )
+    done = another_process.python(sanitize.CASES, "--own")
     assert done.stdout.splitlines() == list(sanitizer_cases.OWN)

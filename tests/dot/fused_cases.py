@@ -13,8 +13,6 @@ from collections.abc import Callable
 import jax
 import numpy as np
 import oracle
-import pytest
-from jax.sharding import AxisType
 from oracle import gradients as oracle_gradients
 from programs.cases import MATMUL as MATMUL, assert_state as assert_state, pack as pack
 from programs.known_amax import HISTORY
@@ -145,18 +143,6 @@ def kernel_and_grad(seed=0, dtype=F32):
     return rng.standard_normal((INNER, OUT)).astype(F32), rng.standard_normal(
         (ROWS, OUT)
     ).astype(F32).astype(dtype)
-
-
-AXIS_TYPES = pytest.mark.parametrize(
-    "axis_type", [AxisType.Auto, AxisType.Explicit, "shard_map"], ids=str
-)
-
-
-def three_devices(axis_type):
-    """A mesh "data"; "shard_map" takes Auto."""
-    kind = AxisType.Auto if axis_type == "shard_map" else axis_type
-    devices = jax.devices()[:3]
-    return jax.make_mesh((3,), ("data",), axis_types=(kind,), devices=devices)
 
 
 def product(fused, kernel, state, dtype=None, recipe=RECIPE):

@@ -44,12 +44,9 @@ CASES = [
     Case("k,k->", (7,), (7,)),
     Case(",n->n", (), (3,)),
     Case("i,i->i", (5,), (5,)),
-    Case("mbk,knb->nmb", (5, 4, 7), (7, 3, 4)),
     Case("abmk,bakn->bamn", (2, 3, 4, 5), (3, 2, 5, 4)),
-    Case("hkd,bthk->btd", (4, 5, 8), (2, 3, 4, 5)),
     # jnp.einsum swaps this one's operands
     Case("emh,gecm->gech", (3, 5, 6), (2, 3, 4, 5)),
-    Case("ijkl,klij->", (2, 3, 2, 4), (2, 4, 2, 3)),
     Case("...K,nK", (2, 3, 7), (4, 7), "abk,nk->abn"),
     Case("...k,kn->n...", (2, 3, 7), (7, 4), "abk,kn->nab"),
     Case("...mk,...kn->...mn", (6, 2, 3, 7), (2, 7, 4), "abmk,bkn->abmn"),

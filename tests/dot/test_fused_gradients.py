@@ -12,6 +12,7 @@ import numpy as np
 import oracle
 import pytest
 from aot import count
+from cpu_mesh import mesh_of
 from equality import assert_same_bits
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -203,11 +204,11 @@ def test_transformations(name, way):
     assert_same_bits(*both(name, parameters(name), states(), TRANSFORMATIONS[way]), way)
 
 
-@cases.AXIS_TYPES
-def test_data_parallel(axis_type):
+@pytest.mark.parametrize("kind", ["Auto", "Explicit", "shard_map"])
+def test_data_parallel(kind):
     """The rows over three devices: codes and amaxes are those of one."""
-    by_hand = axis_type == "shard_map"
-    mesh = cases.three_devices(axis_type)
+    by_hand = kind == "shard_map"
+    mesh = mesh_of("Auto" if by_hand else kind, data=3)
     operands, given = parameters("silu_gated"), states()
 
     def through(loss):

@@ -30,16 +30,16 @@ def all_gradients(function):
     return jax.jit(jaxfp8.grad(function, argnums=(0, 1, 2)))
 
 
-def uses(case, count=3):
+def uses(case):
     """Operands of another size in each use, stacked; the parameters of a norm are those
     of all.
     """
-    draws = [cases.operands(case, seed) for seed in range(count)]
+    draws = [cases.operands(case, seed) for seed in range(3)]
     x = np.stack(
         [operands[0] * np.float32(2.0) ** -i for i, operands in enumerate(draws)]
     )
     return (x, *draws[0][1:]), np.stack(
-        [cases.kernel_and_grad(seed)[1] for seed in range(count)]
+        [cases.kernel_and_grad(seed)[1] for seed in range(3)]
     )
 
 

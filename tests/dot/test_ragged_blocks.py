@@ -8,8 +8,9 @@ import jax
 import numpy as np
 import oracle
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from oracle import assert_bitwise, blocks as oracle_blocks
+from cpu_mesh import mesh_of
+from jax.sharding import NamedSharding, PartitionSpec as P
+from oracle import blocks as oracle_blocks
 from recipes.cases import RECIPES, ByProduct
 
 import jaxfp8
@@ -119,14 +120,10 @@ def test_jit_in_bfloat16(name):
     "lhs_spec, rhs_spec",
     [(P("x"), P("y")), (P("y"), P(None, None, "y")), (P(), P(None, None, ("x", "y")))],
 )
-@pytest.mark.parametrize(
-    "axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"]
-)
-def test_meshes(lhs_spec, rhs_spec, axis_type):
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_meshes(lhs_spec, rhs_spec, kind):
     """Cuts through groups and through blocks."""
-    mesh = jax.make_mesh(
-        (2, 2), ("x", "y"), axis_types=(axis_type,) * 2, devices=jax.devices()[:4]
-    )
+    mesh = mesh_of(kind, x=2, y=2)
 
     def place(lhs, rhs):
         return (
@@ -199,18 +196,3 @@ def test_nan_in_a_group():
     _, drhs = vjp(np.where(np.isfinite(grad), grad, 0))
     assert np.flatnonzero(np.isnan(y).any(axis=1)).tolist() == [90]
     assert np.isnan(drhs[0]).all() and np.isfinite(drhs[1:]).all()
-
-
-def test_vmap():
-    lhs, rhs, _ = operands()
-    lhs[ROWS:] = 0
-    both, sizes = np.stack([lhs, 3 * lhs[::-1]]), np.int32([SIZES, SIZES[::-1]])
-
-    def product(lhs, rhs, sizes):
-        return jaxfp8.ragged_dot(lhs, rhs, sizes, recipe=jaxfp8.Float8BlockScaling())
-
-    got = jax.vmap(product, in_axes=(0, None, 0))(both, rhs, sizes)
-    for i in range(2):
-        assert_bitwise(
-            got[i], np.asarray(product(both[i], rhs, sizes[i])), f"member {i}"
-        )

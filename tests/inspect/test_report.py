@@ -201,20 +201,16 @@ def test_models_without_rules():
 
 
 def test_autocast():
-    quantized = linen.quantize(Linen(), RULES)
-    with jaxfp8.autocast(CURRENT):
-        rows = by_layer(jaxfp8.report(quantized, X, train=True))
-    assert (rows["code"]["recipe"], rows["code"]["why"]) == (CURRENT, "autocast")
-    assert rows["attn/key"]["recipe"] == A and rows["own"]["recipe"] is None
-    with jaxfp8.autocast(enabled=False):
-        rows = by_layer(jaxfp8.report(quantized, X, train=True))
-        nnx_rows = by_layer(jaxfp8.report(jaxfp8.nnx.quantize(Nnx(nnx.Rngs(0)), RULES)))
-    for layer in ("code", "mix", "attn/key"):
-        for found in (rows, nnx_rows):
-            assert (found[layer]["recipe"], found[layer]["why"]) == (
-                None,
-                "autocast is off",
-            )
+    for model, args in both(RULES):
+        with jaxfp8.autocast(CURRENT):
+            rows = by_layer(jaxfp8.report(model, *args))
+        assert (rows["code"]["recipe"], rows["code"]["why"]) == (CURRENT, "autocast")
+        assert rows["attn/key"]["recipe"] == A and rows["own"]["recipe"] is None
+        with jaxfp8.autocast(enabled=False):
+            rows = by_layer(jaxfp8.report(model, *args))
+        for layer in ("code", "mix", "attn/key"):
+            row = rows[layer]
+            assert (row["recipe"], row["why"]) == (None, "autocast is off")
 
 
 def test_a_product_that_was_made_where_fp8_is_off():

@@ -123,21 +123,14 @@ def test_a_large_model_takes_a_screen():
     )
     lines = [line.split()[0] for line in table.split("\n")]
     assert len(found.rows) == 41 and repr(found) == str(found)
-    assert lines[1:4] == [
-        "head/layer/input",
-        "block_40/odd/layer/input",
-        "block_7/layer/input",
-    ]
+    names = ["head/layer/input", "block_40/odd/layer/input", "block_7/layer/input"]
+    assert lines[1:4] == names
     assert len(lines) == 1 + 40 + 1
     assert table.endswith("\nand 1 more, which are better")
     del layers["block_0"]
     assert "more" not in str(inspect.summary({OWG: layers})).partition("\n\n")[0]
     worst = inspect.summary({OWG: layers}, worst=3)
-    assert [row["name"] for row in worst.rows] == [
-        "head/layer/input",
-        "block_40/odd/layer/input",
-        "block_7/layer/input",
-    ]
+    assert [row["name"] for row in worst.rows] == names
     assert [row["growth"] for row in worst.rows] == [1, 3, 1.5]
 
 

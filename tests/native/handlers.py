@@ -30,7 +30,6 @@ from ops import answers, bad_calls, cases, targets  # noqa: E402
 from ops.targets import E4M3, F32, Call  # noqa: E402
 
 CALLS = 80  # random ones of each op
-ALIASES = {"quantize": (2, 1), "quantize_transpose": (2, 2)}
 
 passed = failed = 0
 
@@ -45,16 +44,11 @@ def report(name, problem=None):
 
 
 def compare(call: Call) -> None:
-    """Run a call, and again with its amax in place."""
-    operand, result = ALIASES.get(call.op, (0, 0))
-    in_place = operand and call.operands[operand].shape == call.results[result][0]
-    for options in ({}, {"input_output_aliases": {operand: result}})[
-        : 2 if in_place else 1
-    ]:
+    """Run a call, and again with results in the place of operands."""
+    for aliases in ({}, targets.in_place(call)):
         try:
-            answers.assert_results(
-                call, cases.run_target(call, **options), answers.answer(call)
-            )
+            got = cases.run_target(call, input_output_aliases=aliases)
+            answers.assert_results(call, got, answers.answer(call))
             report(str(call))
         except AssertionError as error:
             report(str(call), error)

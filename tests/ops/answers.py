@@ -23,7 +23,7 @@ def answer(call: Call) -> list | None:
     if fault(call) is not None or not _attributes_are_good(call):
         return None
     whole = with_groups(call)
-    results = _ANSWERS[call.target](
+    results = ANSWERS[call.target](
         *whole.operands, results=whole.results, **call.attributes
     )
     # A result without the side of its one group has the elements of one with it.
@@ -246,7 +246,7 @@ def _undo_factors(*operands, results):
     return [None] * 4
 
 
-_ANSWERS = {
+ANSWERS = {
     function.__name__[1:]: function
     for function in (
         _transpose_blocks,

@@ -218,6 +218,15 @@ AMAXES = {
     "quantize_norm": 1,
     "quantize_pair": 1,
 }
+# Where results may lie in the place of operands: operand -> result. Beside histories,
+# as many as there are.
+IN_PLACE = {
+    "quantize": {2: 1},
+    "quantize_transpose": {2: 2},
+    "encode_moment": {0: 0, 1: 1, 2: 2},
+    "adam_update": {result + 1: result for result in range(7)},
+    "adam_update, no params": {result: result for result in range(7)},
+}
 # The most quantizers of one call.
 LARGEST_K = dict.fromkeys(
     (
@@ -402,6 +411,18 @@ def with_groups(call: Call) -> Call:
         for part, buffers in parts
     )
     return dataclasses.replace(call, operands=operands, results=results)
+
+
+def in_place(call: Call) -> dict:
+    """`IN_PLACE` of a filled call, where shapes agree."""
+    places = IN_PLACE.get(call.op, {})
+    if call.target == "write_histories":
+        places = {i: i for i in range(quantizers(call))}
+    return {
+        operand: result
+        for operand, result in places.items()
+        if call.operands[operand].shape == call.results[result][0]
+    }
 
 
 def with_quantizers(op: str, k: int) -> Call:

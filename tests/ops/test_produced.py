@@ -51,15 +51,15 @@ def inputs(name, shape, dtype, seed=0):
     )
 
 
-def parameters(name, shape, dtype=F32, seed=0):
+def parameters(name, shape, dtype=F32):
     """gamma and beta of a norm; the gradient of an activation's result; nothing of an
     activation.
     """
     if name in ACTIVATIONS:
         return ()
     if name in GRADIENTS:
-        return (cases.random_values(shape, dtype, seed + 1, 1.0),)
-    rng, n = np.random.default_rng(seed), shape[-1]
+        return (cases.random_values(shape, dtype, 1, 1.0),)
+    rng, n = np.random.default_rng(0), shape[-1]
     gamma = (1 + 0.3 * rng.standard_normal(n)).astype(dtype)
     beta = rng.standard_normal(n).astype(dtype)
     return gamma, beta if NORMS[name][1] else None
@@ -155,9 +155,7 @@ def test_activation_of_corner_cases(implementation, name):
             [x, np.random.default_rng(4).permutation(x.ravel()).reshape(x.shape)],
             axis=1,
         )
-    got = run(name, x, scale=ONE)
-    check(got, name, x, scale=ONE)
-    assert np.isposinf(got[2])
+    check(run(name, x, scale=ONE), name, x, scale=ONE)
 
 
 # x; then gates and factors whose product is not finite.
@@ -182,7 +180,6 @@ def test_edges(implementation, name):
         x = F32([[[gate, 1], [up, 1]]])
         got = run(f"{name}_gated", x, scale=ONE)
         check(got, f"{name}_gated", x, scale=ONE, what=f"{name}({gate}) * {up}")
-        assert np.isposinf(got[2])
 
 
 # x and the gradient, one element; what is not finite is a NaN code and an infinite
@@ -259,9 +256,7 @@ def test_bad_values_stay_in_their_row(implementation, name, bad):
     x = inputs(name, (5, 48), F32)
     params = parameters(name, x.shape)
     x[2, 7] = bad
-    got = run(name, x, *params)
-    check(got, name, x, *params)
-    assert np.isposinf(got[2])
+    check(run(name, x, *params), name, x, *params)
 
 
 OF_EACH_KIND = pytest.mark.parametrize(

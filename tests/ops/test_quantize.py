@@ -86,7 +86,6 @@ def test_shapes(implementation, fmt, name):
         got = getattr(ops, name)(
             x, scale.reshape((1,) * (seed % 2)), cases.dtype_of(fmt)
         )
-        assert got[-1].shape == ()
         cases.assert_codes(name, got, x, scale, fmt, f"{shape}")
 
 

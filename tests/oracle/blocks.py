@@ -244,11 +244,7 @@ def hopper_ragged_matmul(a, b, a_scales, b_scales, group_sizes) -> np.ndarray:
 
     def product(a, b, a_scales, b_scales, begin, end):
         total = np.zeros((len(a), len(b)), F32)
-        places = np.arange(a.shape[1])
-        a, b = (
-            np.where((places >= begin) & (places < end), x, np.zeros((), x.dtype))
-            for x in (a, b)
-        )
+        a, b = (_inside(x, begin, end) for x in (a, b))
         for i, (first, last) in enumerate(bounds(a.shape[1], 128)):
             if first < end and last > begin:
                 sums = tensor_core_matmul(a[:, first:last], b[:, first:last])
@@ -270,19 +266,21 @@ def ragged_matmul_on_hopper(a, b, a_scales, b_scales, group_sizes, **options):
     row.
     """
     options |= {"accumulation": "precise", "device": "9.0"}
-    ranges = oracle.group_ranges(group_sizes)
-    if b.ndim == 2:
-        places, parts = np.arange(a.shape[1]), []
-        for begin, end in ranges:
-            inside = (places >= begin) & (places < end)
-            codes = (np.where(inside, x, np.zeros((), x.dtype)) for x in (a, b))
-            parts.append(matmul(*codes, a_scales, b_scales, **options))
-        return oracle.joined(np.stack, parts)
-    parts = [
-        matmul(a[i:j], b[e], a_scales[i:j], b_scales[e], **options)
-        for e, (i, j) in enumerate(ranges)
-    ]
-    return oracle.joined(np.concatenate, [*parts, oracle.rest(a, b, ranges)])
+
+    def multiply(group, begin, end):
+        if b.ndim == 2:
+            parts = (_inside(x, begin, end) for x in (a, b))
+            return matmul(*parts, a_scales, b_scales, **options)
+        rows = slice(begin, end)
+        return matmul(a[rows], b[group], a_scales[rows], b_scales[group], **options)
+
+    return oracle.by_group(multiply, a, b, group_sizes)
+
+
+def _inside(x, begin, end):
+    """x with zeros beside some of its columns."""
+    places = np.arange(x.shape[1])
+    return np.where((places >= begin) & (places < end), x, np.zeros((), x.dtype))
 
 
 def ragged_matmul(
@@ -294,28 +292,22 @@ def ragged_matmul(
     Blocks are those of all of a, and of each matrix of b. Products read numbers, each
     times the scale of its block: the bound of `matmul` is that of such numbers too.
     """
-    ranges, one = oracle.group_ranges(group_sizes), np.ones(1, F32)
-    wide_a = dequantize(a, a_scales, a_block)
-    if b.ndim == 2:
-        wide_b = dequantize(b, b_scales, b_block)
-        parts = [
-            matmul(wide_a[:, i:j], wide_b[:, i:j], one, one, out_dtype=out_dtype)
-            for i, j in ranges
-        ]
-        return oracle.joined(np.stack, parts)
-    wide_b = [dequantize(*matrix, b_block) for matrix in zip(b, b_scales, strict=True)]
-    parts = [
-        matmul(wide_a[i:j], wide_b[e], one, one, out_dtype=out_dtype)
-        for e, (i, j) in enumerate(ranges)
-    ]
-    return oracle.joined(np.concatenate, [*parts, oracle.rest(a, b, ranges)])
+    wide_a, one = dequantize(a, a_scales, a_block), np.ones(1, F32)
+
+    def multiply(group, begin, end):
+        if b.ndim == 2:
+            wide_b = dequantize(b, b_scales, b_block)
+            parts = wide_a[:, begin:end], wide_b[:, begin:end]
+        else:
+            parts = wide_a[begin:end], dequantize(b[group], b_scales[group], b_block)
+        return matmul(*parts, one, one, out_dtype=out_dtype)
+
+    return oracle.by_group(multiply, a, b, group_sizes)
 
 
-def cublaslt_layout(scales, block, rows: int, k: int, fill=0) -> np.ndarray:
-    """The scales of a matrix `[rows, k]` where cuBLASLt's manual wants them, as one
-    dimension; E8M0 as uint8 codes.
-
-    `fill`: what stands for rows and blocks of 32 that a tile has beyond the matrix.
+def cublaslt_layout(scales, block, rows: int) -> np.ndarray:
+    """The scales of a matrix of so many rows where cuBLASLt's manual wants them, as one
+    dimension; E8M0 as uint8 codes, 0 where a tile is beyond the matrix.
     """
     scales = np.asarray(scales)
     scales = scales.view(np.uint8) if scales.dtype == E8M0 else scales
@@ -330,7 +322,7 @@ def cublaslt_layout(scales, block, rows: int, k: int, fill=0) -> np.ndarray:
         out[:, :blocks] = scales
         return out.reshape(-1)
     assert block == (1, 32)
-    out = np.full(-(-rows // 128) * 128 * inner_dim, fill, scales.dtype)
+    out = np.zeros(-(-rows // 128) * 128 * inner_dim, scales.dtype)
     for outer, inner in np.ndindex(rows, blocks):
         tile = (inner // 4 * 4 + outer // 128 * inner_dim) * 128
         out[tile + outer % 32 * 16 + outer % 128 // 32 * 4 + inner % 4] = scales[

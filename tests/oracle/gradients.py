@@ -42,16 +42,12 @@ def activation(x, grad, name, grad_bound=0.0) -> Values:
             df = np.where(gate <= 0, 0.0, slope)
             df_bound = 0.0
         else:
-            c = 2 * np.sqrt(2 / np.pi)
             if is_clamped:
                 gate, up, limit, alpha, offset = producers.clamped(x, name)
                 beyond = [x[..., 0, :] > limit, np.abs(x[..., 1, :]) > limit]
                 up, z, dz = up + offset, alpha * gate, alpha
-            elif "silu" in name:
-                z, dz = gate, 1.0
             else:
-                z = c * (gate + 0.044715 * gate**3)
-                dz = c * (1 + 0.134145 * gate**2)
+                z, dz = producers.argument(gate, name)
             s, rest = 1 / (1 + np.exp(-z)), 1 / (1 + np.exp(z))
             off = (5 * np.abs(z) + 24) * _U
             inner = np.where(rest == 0, 0, np.where(s == 0, 0, gate * s * rest * dz))

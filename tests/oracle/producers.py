@@ -117,6 +117,14 @@ def clamped(x, swiglu) -> tuple:
     return np.minimum(gate, limit), np.clip(up, -limit, limit), limit, alpha, offset
 
 
+def argument(gate, name) -> tuple:
+    """`z`, of which silu and gelu take the sigmoid, and its derivative."""
+    if name.startswith("silu"):
+        return gate, 1.0
+    c = 2 * np.sqrt(2 / np.pi)
+    return c * (gate + 0.044715 * gate**3), c * (1 + 0.134145 * gate**2)
+
+
 def activation(x, name) -> Values:
     """gelu (tanh), silu, relu of x and its square; gated: of x[..., 0, :], times x[...,
     1, :]; for a clamped SwiGLU in place of a name gate * s(alpha gate) * (up + offset).
@@ -148,10 +156,8 @@ def activation(x, name) -> Values:
             gate, up, limit, alpha, offset = clamped(x, name)
             up, z = up + offset, alpha * gate
             lost = max(88, 88 / alpha, limit)
-        elif name.startswith("silu"):
-            z = gate
         else:
-            z = 2 * np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
+            z, _ = argument(gate, name)
         # Beyond, s(z) is a zero of f64 as well, but 0 * inf is not.
         share = np.where(z < -700, 1, _sigmoid(-z))
         exact = gate * _sigmoid(z) * up

@@ -124,16 +124,22 @@ def group_ranges(group_sizes) -> list[tuple[int, int]]:
     return list(zip([0, *ends], ends, strict=False))
 
 
-def joined(join, parts) -> Product:
-    """The products of groups as one: `join` is np.stack or np.concatenate."""
-    fields = ([getattr(part, name) for part in parts] for name in ("exact", "bound"))
-    return Product(*map(join, fields))
-
-
-def rest(a, b, ranges) -> Product:
-    """Rows of a beyond the last group: exactly zero, whatever they hold."""
-    zeros = np.zeros((len(a) - ranges[-1][1], b.shape[1]))
-    return Product(zeros, zeros)
+def by_group(multiply, a, b, group_sizes) -> Product:
+    """The product of each group, `multiply(group, begin, end)`, as one: `[g, p, n]`
+    where a and b are cut, else the rows of a, which are exactly zero beyond the last
+    group, whatever they hold.
+    """
+    parts = [
+        multiply(group, *each) for group, each in enumerate(group_ranges(group_sizes))
+    ]
+    join = np.stack
+    if b.ndim == 3:
+        zeros = np.zeros((len(a) - int(np.sum(group_sizes)), b.shape[1]))
+        parts.append(Product(zeros, zeros))
+        join = np.concatenate
+    return Product(
+        join([part.exact for part in parts]), join([part.bound for part in parts])
+    )
 
 
 def rounded_bound(exact, bound, out_dtype) -> np.ndarray:
@@ -161,17 +167,15 @@ def ragged_matmul(a, b, a_scale_inv, b_scale_inv, group_sizes, **options) -> Pro
     """a `[m, k]` by b `[g, n, k]`, group by group of rows; or a `[p, m]` by b `[n, m]`,
     cut along m, to `[g, p, n]`.
     """
-    ranges, a, b = group_ranges(group_sizes), np.asarray(a), np.asarray(b)
+    a, b = np.asarray(a), np.asarray(b)
     options["op"] = "ragged_matmul"
-    if b.ndim == 2:
-        on_gpu = options.get("accumulation", "exact") != "exact"
-        cuts = [[_columns(x, i, j, on_gpu) for x in (a, b)] for i, j in ranges]
-        parts = [
-            scaled_matmul(*cut, a_scale_inv, b_scale_inv, **options) for cut in cuts
-        ]
-        return joined(np.stack, parts)
-    parts = [
-        scaled_matmul(a[i:j], b[e], a_scale_inv, b_scale_inv, **options)
-        for e, (i, j) in enumerate(ranges)
-    ]
-    return joined(np.concatenate, [*parts, rest(a, b, ranges)])
+    on_gpu = options.get("accumulation", "exact") != "exact"
+
+    def multiply(group, begin, end):
+        if b.ndim == 2:
+            parts = (_columns(x, begin, end, on_gpu) for x in (a, b))
+        else:
+            parts = a[begin:end], b[group]
+        return scaled_matmul(*parts, a_scale_inv, b_scale_inv, **options)
+
+    return by_group(multiply, a, b, group_sizes)

@@ -42,25 +42,20 @@ def cancelling(m, n, k):
 @functools.cache
 def operands(kind, k, m=M, n=N):
     """Codes of random numbers and of hard cases."""
+    if kind == "cancelling":
+        return cancelling(m, n, k)
     rng = np.random.default_rng(k)
-    shapes = (m, k), (n, k)
-    match kind:
-        case "normal":
-            return tuple(quantized(rng.standard_normal(shape)) for shape in shapes)
-        case "positive":
-            return tuple(
-                quantized(np.abs(rng.standard_normal(shape))) for shape in shapes
-            )
-        case "any code":
-            pairs = zip(shapes, oracle.FORMATS.values(), strict=True)
-            finite = {
-                fmt: oracle.all_codes(fmt)[np.isfinite(oracle.all_codes(fmt))]
-                for fmt in oracle.FORMATS.values()
-            }
-            return tuple(rng.choice(finite[fmt], shape) for shape, fmt in pairs)
-        case "cancelling":
-            return cancelling(m, n, k)
-    raise ValueError(kind)
+    found = []
+    for shape, fmt in zip(((m, k), (n, k)), oracle.FORMATS.values(), strict=True):
+        x = rng.standard_normal(shape)
+        codes = oracle.all_codes(fmt)
+        every = {
+            "normal": quantized(x),
+            "positive": quantized(np.abs(x)),
+            "any code": rng.choice(codes[np.isfinite(codes)], shape),
+        }
+        found.append(every[kind])
+    return found
 
 
 def exact(a, b):

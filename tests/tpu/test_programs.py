@@ -68,28 +68,22 @@ def cycles(case, name):
     return f"{estimate / 1000:.0f}, {estimate / CASES[case]['flax']['cycles']:.2f}"
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_the_page_has_the_cycles(name):
-    assert (
-        f"| {name} | {' | '.join(cycles(case, name) for case in ON_ONE_TPU)} |" in PAGE
-    )
+def rows_of_tables():
+    """As the page has them."""
+    for name in LAYERS:
+        yield name, *(cycles(case, name) for case in ON_ONE_TPU)
+    for case in ON_A_MESH:
+        for name, counts in CASES[case].items():
+            collectives = (
+                f"{kind}, {found['bytes'] / 2**20:.0f} MiB"
+                for kind, found in counts["collectives"].items()
+            )
+            yield f"{case}, {name}", cycles(case, name), "; ".join(collectives)
+    for name, counts in CASES["ragged"].items():
+        products = (f"{times} {dtypes}" for dtypes, times in counts["products"].items())
+        yield name, f"{counts['cycles'] / 1000:.0f}", "; ".join(products)
 
 
-@pytest.mark.parametrize(
-    "case, name", [(case, name) for case in ON_A_MESH for name in CASES[case]]
-)
-def test_the_page_has_the_bytes_between_devices(case, name):
-    collectives = CASES[case][name]["collectives"].items()
-    cell = "; ".join(
-        f"{kind}, {counts['bytes'] / 2**20:.0f} MiB" for kind, counts in collectives
-    )
-    assert f"| {case}, {name} | {cycles(case, name)} | {cell} |" in PAGE
-
-
-@pytest.mark.parametrize("name", CASES["ragged"])
-def test_the_page_has_the_ragged_products(name):
-    counts = CASES["ragged"][name]
-    products = "; ".join(
-        f"{times} {dtypes}" for dtypes, times in counts["products"].items()
-    )
-    assert f"| {name} | {counts['cycles'] / 1000:.0f} | {products} |" in PAGE
+def test_the_page_has_the_counts():
+    lines = [f"| {' | '.join(row)} |" for row in rows_of_tables()]
+    assert len(lines) > 15 and [line for line in lines if line not in PAGE] == []

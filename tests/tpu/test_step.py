@@ -37,22 +37,22 @@ def operands(layout):
     return jnp.asarray(x, jnp.bfloat16), jnp.asarray(kernel)
 
 
-def step(recipe, dimension_numbers):
-    def loss(x, kernel, state):
-        options = {
-            "recipe": recipe,
-            "state": state,
-            "preferred_element_type": jnp.bfloat16,
-        }
-        return jnp.sum(
-            jnp.sin(
-                jaxfp8.dot_general(x, kernel, dimension_numbers, **options).astype(
-                    jnp.float32
-                )
-            )
-        )
+def assert_as_reference(function, *arguments):
+    """The value and the gradients of a function of bfloat16 numbers."""
 
-    return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
+    def loss(*arguments):
+        return jnp.sum(jnp.sin(function(*arguments).astype(jnp.float32)))
+
+    step, results = jax.value_and_grad(loss, tuple(range(len(arguments)))), []
+    for name in ("reference", "tpu"):
+        with ops.implementation(name):
+            results.append(jax.jit(step)(*arguments))
+    for expected, got in zip(*map(jax.tree.leaves, results), strict=True):
+        assert expected.dtype == got.dtype
+        # Sums may be in another order.
+        expected, got = np.float32(expected), np.float32(got)
+        atol = 2**-9 * np.max(np.abs(expected))
+        np.testing.assert_allclose(got, expected, rtol=2**-7, atol=atol)
 
 
 @pytest.mark.parametrize(
@@ -60,17 +60,13 @@ def step(recipe, dimension_numbers):
     [("delayed", "rows"), ("delayed", "first"), ("current", "batch"), ("rows", "rows")],
 )
 def test_a_step_is_that_of_the_reference(recipe, layout):
-    recipe, results = RECIPES[recipe], []
-    state = jaxfp8.init_state(recipe)
-    for name in ("reference", "tpu"):
-        with ops.implementation(name):
-            results.append(step(recipe, NUMBERS[layout])(*operands(layout), state))
-    for expected, got in zip(*map(jax.tree.leaves, results), strict=True):
-        assert expected.dtype == got.dtype
-        # Sums may be in another order.
-        np.testing.assert_allclose(
-            np.float32(got), np.float32(expected), rtol=2**-7, atol=2**-9
-        )
+    recipe = RECIPES[recipe]
+
+    def product(x, kernel, state):
+        options = {"recipe": recipe, "preferred_element_type": jnp.bfloat16}
+        return jaxfp8.dot_general(x, kernel, NUMBERS[layout], state=state, **options)
+
+    assert_as_reference(product, *operands(layout), jaxfp8.init_state(recipe))
 
 
 @pytest.mark.parametrize("name", ["tpu", "reference"])

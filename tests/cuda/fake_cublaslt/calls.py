@@ -83,7 +83,7 @@ def _scaled(gemm, modes, g, m, n, k, capability=None, scale_shift=0):
         )
         codes, scales = (np.stack([side[i] for side in sides[-1]]) for i in range(2))
         layouts = [
-            oracle_blocks.cublaslt_layout(scale, BLOCK_OF[mode], rows, k)
+            oracle_blocks.cublaslt_layout(scale, BLOCK_OF[mode], rows)
             for scale in scales
         ]
         padded.append((aligned(codes), aligned(np.stack(layouts), scale_shift)))

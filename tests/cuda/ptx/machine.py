@@ -7,9 +7,7 @@ stand-in for the CUDA runtime, so grids, blocks and parameters are those of a GP
 
 import contextlib
 import ctypes
-import fcntl
 import functools
-import hashlib
 import os
 import re
 import shutil
@@ -67,28 +65,6 @@ def why_not() -> str | None:
     )
 
 
-def _run(command, folder: Path) -> None:
-    done = subprocess.run(
-        [*map(str, command)], cwd=folder, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def _kept(name: str, key: bytes, make) -> Path:
-    """Return the folder that `make(folder)` has filled; it is made once for a key, by
-    one process.
-    """
-    folder = CACHE / f"{name}-{hashlib.sha256(key).hexdigest()[:16]}"
-    CACHE.mkdir(parents=True, exist_ok=True)
-    with open(CACHE / f"{folder.name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.exists():
-            with tempfile.TemporaryDirectory(dir=CACHE) as part:
-                make(Path(part))
-                os.rename(shutil.copytree(part, f"{part}.whole"), folder)
-    return folder
-
-
 def compiled(
     architecture: str = ARCHITECTURE, kernels: tuple[str, ...] = KERNELS
 ) -> Path:
@@ -110,7 +86,7 @@ def compiled(
 
     def make(folder):
         for kernel in kernels:
-            _run(
+            emulated.run(
                 [
                     nvcc(),
                     "-c",
@@ -126,7 +102,8 @@ def compiled(
                 file.unlink()
 
     version = subprocess.run([nvcc(), "--version"], capture_output=True).stdout
-    return _kept(
+    return emulated.kept(
+        CACHE,
         f"sm_{architecture}",
         " ".join((*flags, *kernels)).encode() + version + emulated.sources(),
         make,
@@ -150,7 +127,7 @@ def interpreter() -> list[Path]:
 
     def make(folder):
         for source in sources:
-            _run(
+            emulated.run(
                 [emulated.compiler(), *flags, "-c", source, "-o", f"{source.stem}.o"],
                 folder,
             )
@@ -158,7 +135,8 @@ def interpreter() -> list[Path]:
     texts = b"".join(
         file.read_bytes() for file in [*sources, *sorted(HERE.glob("*.h"))]
     )
-    folder = _kept("interpreter", repr(flags).encode() + texts, make)
+    key = repr(flags).encode() + texts
+    folder = emulated.kept(CACHE, "interpreter", key, make)
     return sorted(folder.glob("*.o"))
 
 
@@ -176,11 +154,8 @@ def _library(name: str, kernels: Path, capability: int, objects) -> ctypes.CDLL:
         "-o",
         "lib.so",
     ]
-    folder = _kept(
-        name,
-        "\0".join(map(str, command)).encode(),
-        lambda folder: _run(command, folder),
-    )
+    key = repr(command).encode()
+    folder = emulated.kept(CACHE, name, key, functools.partial(emulated.run, command))
     library = ctypes.CDLL(str(folder / "lib.so"))
     library.ptx_unwritten.restype = ctypes.c_int64
     library.ptx_be(capability)
@@ -224,15 +199,14 @@ def register_handlers(architecture: str) -> ctypes.CDLL:
         + (emulated.ROOT / "cuda" / "ffi" / "handlers.h").read_bytes()
     )
     command = [emulated.compiler(), *flags, "-c", source, "-o", "handlers.o"]
-    watched = (
-        _kept("handlers", key, lambda folder: _run(command, folder)) / "handlers.o"
-    )
+    compile_handlers = functools.partial(emulated.run, command)
+    folder = emulated.kept(CACHE, "handlers", key, compile_handlers)
     capability = int(architecture.rstrip("a")) // 10
     library = _library(
         "handlers",
         compiled(architecture),
         capability,
-        [watched, *emulated.handler_objects(include)],
+        [folder / "handlers.o", *emulated.handler_objects(include)],
     )
     emulated.register(f"ptx_{architecture}", library, "ptx_")
     return library
@@ -241,11 +215,24 @@ def register_handlers(architecture: str) -> ctypes.CDLL:
 @contextlib.contextmanager
 def ops(architecture: str = ARCHITECTURE):
     """Ops on a CPU as on a GPU, over the handlers and the interpreted kernels."""
-    library = register_handlers(architecture)
-    with emulated.lowered_to(f"ptx_{architecture}"):
+    with without_faults(architecture), emulated.lowered_to(f"ptx_{architecture}"):
         yield
+
+
+@contextlib.contextmanager
+def without_faults(architecture: str = ARCHITECTURE):
+    """The handlers are registered, and have no fault in the end."""
+    library = register_handlers(architecture)
+    yield
     fault = take_fault(library)
     assert not fault, fault
+
+
+def launchers(architecture: str = ARCHITECTURE) -> "Interpreted":
+    """Return the launchers over the interpreter; skip where it cannot be built."""
+    if reason := why_not():
+        pytest.skip(reason)
+    return Interpreted(build(architecture))
 
 
 def take_fault(library: ctypes.CDLL) -> str:

@@ -6,9 +6,11 @@ import contextlib
 import re
 from typing import NamedTuple
 
+import jax
 import oracle
 import pytest
 from equality import assert_all_bitwise
+from ops import cases, targets
 from oracle import BF16, E4M3, F32
 
 from .. import (
@@ -22,9 +24,7 @@ RESULTS = "results"  # the launch ends, and the oracle has other numbers
 
 @pytest.fixture(scope="module")
 def interpreted():
-    if reason := machine.why_not():
-        pytest.skip(reason)
-    return machine.Interpreted(machine.build())
+    return machine.launchers()
 
 
 @contextlib.contextmanager
@@ -138,13 +138,6 @@ CONTROLS = {
         ragged_rows,
         "warpgroup",
     ),
-    "a barrier dropped": Control(
-        "quantize_transpose",
-        r"bar.sync\s+0;",
-        "",
-        tiles,
-        "(race|undefined)",
-    ),
     "fewer bytes than are copied": Control(
         "ragged_tma", EXPECT, r"\1, 24576;", tma_rows, "count"
     ),
@@ -252,13 +245,27 @@ FUSED = {
 
 
 @pytest.mark.parametrize("kernel", FUSED)
+@pytest.mark.usefixtures("interpreted")
 def test_no_product_of_moments_is_fused(kernel):
     """A product that is rounded with a sum differs too seldom for tests of numbers."""
-    if reason := machine.why_not():
-        pytest.skip(reason)
     assert (machine.compiled() / f"{kernel}.ptx").read_text().count("fma.") == FUSED[
         kernel
     ]
+
+
+def test_a_fault_is_an_error_of_the_call():
+    """With its line of PTX: no kernel can be found in a folder without PTX."""
+    library = machine.register_handlers(machine.ARCHITECTURE)
+    library.ptx_use_folder(b"/nonexistent")
+    try:
+        with pytest.raises(
+            (jax.errors.JaxRuntimeError, ValueError),
+            match="unknown: folder /nonexistent",
+        ):
+            cases.run_target(targets.filled(targets.good("amax")), "ptx_90a_cuda_")
+    finally:
+        library.ptx_use_folder(str(machine.compiled()).encode())
+        assert machine.take_fault(library).startswith("unknown: folder")
 
 
 def test_every_kernel_is_known(interpreted):
