@@ -14,6 +14,7 @@ import safetensors.numpy
 from draws import normal
 from equality import assert_same_bits
 from flax import nnx
+from parametrize import each_row
 
 import jaxfp8
 import jaxfp8.nnx
@@ -272,9 +273,7 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize(
-    "variables, names, tensors, message", ERRORS.values(), ids=ERRORS
-)
+@each_row("variables, names, tensors, message", ERRORS)
 def test_errors(variables, names, tensors, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         from_safetensors(variables, write(tmp_path / "file", **tensors), names)

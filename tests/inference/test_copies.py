@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from aot import hlo
 from jax import lax
+from parametrize import each_row
 from programs.cases import MATMUL
 
 import jaxfp8
@@ -128,9 +129,8 @@ FUNCTIONS = {
 
 @CASES
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions(name, jit, case):
-    fp8, float32, of_kernel, of_state = FUNCTIONS[name]
+@each_row("fp8, float32, of_kernel, of_state", FUNCTIONS)
+def test_functions(fp8, float32, of_kernel, of_state, jit, case):
     x = INPUTS[case]
     kernel = kernels(case, *of_kernel)
     state = empty(*of_state)
@@ -227,7 +227,7 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+@each_row("step", STEPS)
 @pytest.mark.parametrize("name", ["dot_general", "scan of a reading", "activation"])
 def test_programs_of_training_have_no_conditional(name, step):
     fp8, _, of_kernel, of_state = FUNCTIONS[name]

@@ -13,6 +13,7 @@ import pytest
 from draws import normal
 from equality import assert_same_bits
 from flax.traverse_util import flatten_dict
+from parametrize import each_row
 from programs.known_amax import RECIPES, packed
 from recipes.cases import KINDS
 
@@ -114,7 +115,7 @@ def written_out(layer, variables, x, dtype):
 
 
 @pytest.mark.parametrize("recipe, dtype", CASES, ids=str)
-@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+@each_row("layer", LAYERS)
 def test_values_and_gradients(layer, recipe, dtype):
     """Those of the functions, which dot/test_fused_values.py compares with formulas; no
     state in some recipes.
@@ -200,7 +201,7 @@ def test_kernels_are_initialized_as_those_of_one_dimension():
     (F32, None, F32), (BF16, None, F32), (F32, BF16, BF16), (BF16, F32, F32),
     (np.dtype(np.int32), None, F32),
 ])  # fmt: skip
-@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+@each_row("layer", LAYERS)
 def test_compute_dtype(layer, x_dtype, dtype, y_dtype):
     x = jax.ShapeDtypeStruct((ROWS, WIDTH), x_dtype)
     y, _ = jax.eval_shape(layer.clone(dtype=dtype).init_with_output, KEY, x)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P, reshard
+from parametrize import each_row
 
 import jaxfp8
 from mesh import cases
@@ -74,7 +75,7 @@ def _by_recipe(recipe, product, kernel, x):
 
 @pytest.mark.filterwarnings("ignore:this gradient never updates FP8 state")
 @pytest.mark.parametrize("product", ["dot_general", "ragged_dot", "quantize_params"])
-@pytest.mark.parametrize("recipe", REDUCED_RECIPES.values(), ids=REDUCED_RECIPES)
+@each_row("recipe", REDUCED_RECIPES)
 @pytest.mark.parametrize("implementation", ["ffi", "xla"])
 def test_gradients_of_reduced_kernels(implementation, recipe, product):
     """A kernel that is `reduced` over the data axes has an unreduced gradient, whose

@@ -14,6 +14,7 @@ from cpu_mesh import mesh_of
 from draws import normal
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from parametrize import each_row
 
 import jaxfp8
 from mesh import cases, hlo
@@ -188,15 +189,14 @@ OTHERS = {
 
 
 @MOSTLY_CHECKED
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_programs(name, checked):
-    kind, recipe, with_state = OTHERS[name]
+@each_row("kind, recipe, with_state", OTHERS)
+def test_other_programs(kind, recipe, with_state, checked):
     mesh = cases.mesh(kind)
     layout = cases.LAYOUTS["all"]
     run = train(
         step_inside(mesh, layout, checked, recipe), mesh, layout, recipe, with_state
     )
-    cases.assert_same(run, cases.reference(recipe, with_state), name)
+    cases.assert_same(run, cases.reference(recipe, with_state), kind)
 
 
 # ----------------------------------------------------------------------- other programs
@@ -264,13 +264,13 @@ def test_constants_inside_of_the_map(name, constant):
     cases.assert_same(jax.jit(mapped)(state, value), jax.device_get(wanted), name)
 
 
-@pytest.mark.parametrize("wrap", WRAPPERS)
+@each_row("wrap", WRAPPERS)
 @pytest.mark.parametrize("where", ["check_vma", "no check_vma", "around"])
 def test_wrapped(where, wrap):
     """Inside of the map, or around it."""
     mesh = cases.mesh()
     layout = cases.LAYOUTS["tp"]
-    around = functools.partial(wrapped, WRAPPERS[wrap])
+    around = functools.partial(wrapped, wrap)
     if where == "around":
         step = step_outside(mesh, layout, True, around=around)
     else:

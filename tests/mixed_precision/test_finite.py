@@ -12,6 +12,7 @@ from equality import assert_same_bits
 from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
+from parametrize import each_row
 
 import jaxfp8
 from jaxfp8.mixed_precision import (
@@ -49,7 +50,7 @@ def tree(spoil=(), value=np.nan, dtype=np.float32):
 # --------------------------------------------------------------------------- all_finite
 
 
-@pytest.mark.parametrize("value", BAD.values(), ids=BAD)
+@each_row("value", BAD)
 @pytest.mark.parametrize("dtype", [np.float16, oracle.BF16, np.float32, np.complex64])
 def test_one_bad_value(value, dtype):
     check = jax.jit(all_finite)

@@ -11,6 +11,7 @@ import numpy as np
 import oracle
 import pytest
 from jax import lax
+from parametrize import each_row
 
 from jaxfp8.mixed_precision import DynamicLossScale
 
@@ -57,7 +58,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@each_row("options", OPTIONS)
 @pytest.mark.parametrize("bad", [0.0, 0.0004, 0.5])
 def test_thousands_of_random_steps(options, bad):
     """Bitwise; long enough to meet the bounds where overflows are as rare or as

@@ -10,6 +10,7 @@ from draws import normal
 from equality import assert_same_bits as assert_same
 from flax import nnx
 from linen.test_quantize_copies import COPIES as LINEN_COPIES
+from parametrize import each_row
 
 import jaxfp8
 import jaxfp8.nnx
@@ -213,13 +214,13 @@ COPIES = {name: copy for name, copy in LINEN_COPIES.items() if name != "protocol
 }
 
 
-@pytest.mark.parametrize("how", COPIES)
-def test_copies(how):
+@each_row("copy", COPIES)
+def test_copies(copy):
     """In the middle of training: state that is not as it was made."""
     model = quantize(Model(), RULES)
     gradients = jaxfp8.nnx.grad(lambda model: jnp.sum(model(x())))(model)
     jaxfp8.nnx.update_state(model, gradients)
-    copied = COPIES[how](model)
+    copied = copy(model)
     assert type(copied) is Model and hash(copied) != hash(model)
     assert nnx.graphdef(copied) == nnx.graphdef(model)
     assert copied.fp8_rules == model.fp8_rules

@@ -11,6 +11,7 @@ import numpy as np
 import oracle
 import pytest
 from draws import normal
+from parametrize import each_row
 
 import jaxfp8
 from programs import cases
@@ -101,12 +102,11 @@ ENSEMBLES = {
 }
 
 
-@pytest.mark.parametrize("name", ENSEMBLES)
-def test_ensembles(name):
+@each_row("function, batch, axis, state_axis, out_axis", ENSEMBLES)
+def test_ensembles(function, batch, axis, state_axis, out_axis):
     """Each member has a state, and maybe a batch; the axis of the states comes back
     where it was.
     """
-    function, batch, axis, state_axis, out_axis = ENSEMBLES[name]
     x, kernel, grad = cases.operands(*batch)
     states = [used_state(seed) for seed in range(B)]
     packed = jax.tree.map(

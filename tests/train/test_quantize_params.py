@@ -14,6 +14,7 @@ from draws import normal
 from equality import assert_same_bits
 from jax import lax
 from mesh import hlo
+from parametrize import each_row
 from programs import cases
 from programs.known_amax import HISTORY, used_state
 
@@ -120,7 +121,7 @@ WITHOUT_STATE = {
 }
 
 
-@pytest.mark.parametrize("recipe", WITHOUT_STATE.values(), ids=WITHOUT_STATE)
+@each_row("recipe", WITHOUT_STATE)
 def test_kernels_by_their_paths(recipe):
     """Without state a regex names them; they give the bits of products that
     quantize.

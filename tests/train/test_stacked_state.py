@@ -13,6 +13,7 @@ import pytest
 from equality import assert_same_bits
 from flax import serialization
 from flax.training import train_state
+from parametrize import each_row
 from recipes import grids
 
 import jaxfp8
@@ -88,9 +89,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_run_has_the_bits_of_the_same_run_without_it(case):
-    cls, recipe, tx = CASES[case]
+@each_row("cls, recipe, tx", CASES)
+def test_a_run_has_the_bits_of_the_same_run_without_it(cls, recipe, tx):
     rules = [("head", jaxfp8.DelayedScaling(amax_history_len=2)), (".*", recipe)]
     model = jaxfp8.quantize(Model(), rules)
     variables = jax.jit(model.init)(jax.random.key(0), inputs(0))

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn, nnx
+from parametrize import each_row
 
 import jaxfp8
 from jaxfp8.recipes import _state_tree
@@ -86,7 +87,7 @@ CONTAINERS = {
 }
 
 
-@pytest.mark.parametrize("make, names, parameters", CONTAINERS.values(), ids=CONTAINERS)
+@each_row("make, names, parameters", CONTAINERS)
 def test_quantizers_are_found(make, names, parameters):
     tree = make()
     found = _state_tree.flatten(tree)
