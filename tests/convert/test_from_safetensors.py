@@ -11,7 +11,7 @@ import numpy as np
 import oracle
 import pytest
 import safetensors.numpy
-from draws import normal
+from draws import KEY, normal
 from equality import assert_same_bits
 from flax import nnx
 from parametrize import each_row
@@ -48,9 +48,7 @@ def frozen_shapes(name, recipe):
         n, dot_general_cls=jaxfp8.make_dot_general_cls(recipe), use_bias=False
     )
     x = jnp.ones((2, k))
-    return layer, jax.eval_shape(
-        lambda: jaxfp8.freeze(layer, layer.init(jax.random.key(0), x), x)
-    )
+    return layer, jax.eval_shape(lambda: jaxfp8.freeze(layer, layer.init(KEY, x), x))
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -8,12 +8,12 @@ import resource
 import sys
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
 import safetensors.numpy
+from draws import KEY
 from flax import nnx
 from inference import models
 from inference.models import OWG
@@ -24,7 +24,7 @@ from promotion import as_users_have_jax
 import jaxfp8
 import jaxfp8.nnx
 from convert import numpy_reader
-from convert.exported import LAYOUTS, NAMES, K, X, trained
+from convert.exported import LAYOUTS, NAMES, K, X, calibrated
 from jaxfp8.convert import read_safetensors, to_safetensors
 
 
@@ -49,7 +49,7 @@ def quantized(layout, kernel, state=None):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_codes_and_scales_are_those_of_training(layout, tmp_path):
-    _, variables, frozen = trained(layout)
+    _, variables, frozen = calibrated(layout)
     config = to_safetensors(
         frozen, tmp_path / "model.safetensors", NAMES, layout=layout
     )
@@ -94,7 +94,9 @@ def test_configs(tmp_path):
     are not Linear of FP8.
     """
     config = {
-        layout: to_safetensors(trained(layout)[2], tmp_path / "f", NAMES, layout=layout)
+        layout: to_safetensors(
+            calibrated(layout)[2], tmp_path / "f", NAMES, layout=layout
+        )
         for layout in LAYOUTS
     }
     assert config["block128"] == {
@@ -262,7 +264,7 @@ def test_what_is_no_frozen_kernel(tmp_path):
     """It is written as it is; state is not."""
     with as_users_have_jax():
         model = Others()
-        variables = jaxfp8.calibrate(model, model.init(jax.random.key(0), X), [X])
+        variables = jaxfp8.calibrate(model, model.init(KEY, X), [X])
         options = {"with_second": False, "mutable": ["batch_stats"]}
         frozen = jaxfp8.freeze(model, variables, X, **options)
     assert set(frozen[OWG]) == {"second"}
@@ -335,7 +337,7 @@ def test_a_file_is_replaced_as_a_whole(tmp_path):
     """Who has mapped the old file reads on in it; where the disk is full it stays.
     Links and permissions stay.
     """
-    frozen = trained("tensor")[2]
+    frozen = calibrated("tensor")[2]
     file = tmp_path / "file"
     link = tmp_path / "link"
     to_safetensors(frozen, file, NAMES, layout="tensor")
@@ -365,7 +367,7 @@ def test_a_file_is_replaced_as_a_whole(tmp_path):
 
 def test_braces_in_the_names_of_modules(tmp_path):
     """They are no places of an index, in no name and in no group."""
-    frozen = trained("tensor")[2]
+    frozen = calibrated("tensor")[2]
     renamed = {
         name: frozen["params"][name.strip("{}0")]
         for name in ("up{}", "down{0}", "{norm}", "{{head")
@@ -469,4 +471,6 @@ def test_without_safetensors(monkeypatch, tmp_path):
     with pytest.raises(
         ImportError, match=r"^to_safetensors: .* pip install 'jaxfp8\[safetensors\]'"
     ):
-        to_safetensors(trained("tensor")[2], tmp_path / "file", NAMES, layout="tensor")
+        to_safetensors(
+            calibrated("tensor")[2], tmp_path / "file", NAMES, layout="tensor"
+        )

@@ -3,22 +3,22 @@ do, and no file is left.
 """
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import KEY
 from inference import models
 from parametrize import each_row
 from promotion import as_users_have_jax
 
 import jaxfp8
-from convert.exported import NAMES, RECIPES, K, N, X, trained
+from convert.exported import NAMES, RECIPES, K, N, X, calibrated
 from jaxfp8.convert import to_safetensors
 
 
 def with_kernel(layout, change):
     """Frozen variables of a model whose kernel `up` was changed."""
-    model, variables, _ = trained(layout)
+    model, variables, _ = calibrated(layout)
     up = {"kernel": change(variables["params"]["up"]["kernel"])}
     with as_users_have_jax():
         return jaxfp8.freeze(
@@ -29,7 +29,7 @@ def with_kernel(layout, change):
 def one_layer(recipe, k=K, n=N):
     layer = nn.Dense(n, dot_general_cls=jaxfp8.make_dot_general_cls(recipe))
     x = jnp.ones((2, k))
-    return jaxfp8.freeze(layer, layer.init(jax.random.key(0), x), x)
+    return jaxfp8.freeze(layer, layer.init(KEY, x), x)
 
 
 def mixed():
@@ -50,7 +50,7 @@ def frozen(name):
     """The frozen variables of a layout of `convert/exported.py`, or of a model of
     `inference/models.py`.
     """
-    return trained(name)[2] if name in RECIPES else models.linen(name)[2]
+    return calibrated(name)[2] if name in RECIPES else models.linen(name)[2]
 
 
 def kernel_with(layout, value):
@@ -134,7 +134,7 @@ ERRORS = {
         "a multiple of 32, got 48",
     ),
     "not frozen": (
-        lambda: trained("tensor")[1],
+        lambda: calibrated("tensor")[1],
         "tensor",
         NAMES,
         "frozen: expected .* found no frozen product",

@@ -6,6 +6,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 import oracle
+from draws import KEY
 from inference.models import OWG
 from oracle import E4M3, blocks as oracle_blocks
 from parametrize import each_row
@@ -50,7 +51,7 @@ def served(tensors, config, x) -> oracle.Product:
 def test_a_layer_as_served(recipe, layout, tmp_path):
     cls = jaxfp8.make_dot_general_cls(recipe)
     layer = nn.Dense(N, use_bias=False, dot_general_cls=cls)
-    variables = layer.init(jax.random.key(0), X)
+    variables = layer.init(KEY, X)
     if OWG in variables:
         variables = jaxfp8.calibrate(layer, variables, [X])
     frozen = jaxfp8.freeze(layer, variables, X)

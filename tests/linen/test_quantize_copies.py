@@ -2,6 +2,7 @@
 model is.
 """
 
+import concurrent.futures
 import copy
 import functools
 import pickle
@@ -138,17 +139,8 @@ def same_hash(*models):
 
 def in_threads(*functions):
     """The results of functions that run at the same time."""
-    results = [None] * len(functions)
-
-    def run(i):
-        results[i] = functions[i]()
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(functions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+    with concurrent.futures.ThreadPoolExecutor(len(functions)) as pool:
+        return list(pool.map(lambda function: function(), functions))
 
 
 def test_equal_models_of_several_threads():

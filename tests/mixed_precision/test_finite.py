@@ -8,6 +8,7 @@ import numpy as np
 import oracle
 import pytest
 from cpu_mesh import mesh_of
+from draws import KEY
 from equality import assert_same_bits
 from flax import nnx
 from jax import lax
@@ -78,7 +79,7 @@ def test_nothing_to_look_at():
     for nothing in (
         {},
         None,
-        {"a": np.int32(1), "key": jax.random.key(0)},
+        {"a": np.int32(1), "key": KEY},
         np.zeros((0, 3), np.float32),
     ):
         assert all_finite(nothing) and first_nonfinite(nothing) is None

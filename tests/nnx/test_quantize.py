@@ -101,16 +101,8 @@ def compare(quantized, hand):
 
 
 def test_trains_as_the_model_edited_by_hand():
-    """`head` is the layer that `again` shares: which of the two names it has is
-    nnx.iter_modules' choice, the first.
-    """
+    """`head` is the layer that `again` shares: it has the first of the two names."""
     model = Model()
-    first = next(
-        "/".join(map(str, path))
-        for path, module in nnx.iter_modules(model)
-        if module is model.head
-    )
-    assert first == "again"
     assert quantize(model, RULES) is model
     compare(model, Model(A, B, A, A))
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import normal
 from equality import assert_same_bits
 from jax import lax
 from numpy.testing import assert_allclose
@@ -19,10 +20,7 @@ from programs.cases import MATMUL
 # Inner gradients with respect to x leave the state as it is.
 pytestmark = pytest.mark.filterwarnings("ignore::jaxfp8.FP8StateWarning")
 RECIPE = jaxfp8.DelayedScaling(amax_history_len=2)
-RNG = np.random.default_rng(0)
-X, KERNEL = (
-    RNG.standard_normal(shape).astype(np.float32) for shape in ((4, 8), (8, 6))
-)
+X, KERNEL = normal(4, 8), normal(8, 6, seed=1)
 LAYER = jnp.asarray(KERNEL), jaxfp8.init_state(RECIPE)
 
 
@@ -178,7 +176,7 @@ def test_the_value_of_an_inner_gradient(value, differentiate):
     assert_same_bits(state, next_state, "state")
 
 
-EXPERTS = jnp.asarray(RNG.standard_normal((2, 8, 6)), jnp.float32)
+EXPERTS = normal(2, 8, 6)
 
 
 def loss_of_experts(layer, x):
