@@ -1,6 +1,9 @@
-"""Random arrays."""
+"""Random arrays, and a key for first values."""
 
+import jax
 import numpy as np
+
+KEY = jax.random.key(0)
 
 
 def normal(*shape, seed=0):

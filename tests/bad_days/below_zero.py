@@ -63,12 +63,7 @@ def stacked_rows(library):
         )
         for way, run in (
             ("vmap", lambda s: jax.vmap(layer)(s, kernels)),
-            (
-                "scan",
-                lambda s: jax.lax.scan(
-                    lambda carry, sk: (carry, layer(*sk)), 0, (s, kernels)
-                )[1],
-            ),
+            ("scan", lambda s: jax.lax.map(lambda at: layer(*at), (s, kernels))),
         ):
             want = np.asarray(jax.jit(run)(state))
             got = np.asarray(jax.jit(run)(spoilt))

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+from draws import KEY
 from flax.training.train_state import TrainState
 
 from jaxfp8 import convert
@@ -40,7 +41,7 @@ class Model(nn.Module):
 
 def start(library, **fields):
     model = Model(library, **fields)
-    variables = model.init(jax.random.key(0), data(0)[0])
+    variables = model.init(KEY, data(0)[0])
     cls = library.train_state if library else TrainState
     train = cls.create(apply_fn=model.apply, params=variables, tx=optax.sgd(0.05))
     return train.replace(step=jnp.int32(0))

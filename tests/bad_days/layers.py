@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from cpu_mesh import mesh_of
+from draws import KEY
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 
 import jaxfp8
 
@@ -107,7 +108,6 @@ def left_out_state(library):
     """The first layer is named: by its path where the gradient is ours; else by its
     kernel, for NNX knows no paths.
     """
-    del library
     tally = Tally()
     (x, _, grad) = operands(0)
     by_kernel = f"Fp8DotGeneral with a kernel [{K}, {N}]: "
@@ -147,7 +147,7 @@ def foreign_state(library):
     theirs = nn.Sequential(
         [nn.Dense(N, use_bias=False, dot_general_cls=nn.Fp8DotGeneral)]
     )
-    state = theirs.init(jax.random.key(0), x)[OWG]
+    state = theirs.init(KEY, x)[OWG]
     te = {"layers_0": {"x_amax_history": np.zeros(HISTORY, np.float32)}}
     by_hand = (
         "scale = 1 / its scale, and amax_history = jnp.roll(its amax_history, 1, "
@@ -171,7 +171,6 @@ def dropped_state(library):
     """Flax's nnx.Optimizer of parameters drops the next state without a word; beside
     update_state it is right.
     """
-    del library
     tally = Tally()
     (x, _, grad) = operands(0)
 
@@ -239,7 +238,6 @@ def two_optimizers(library):
     """Groups of parameters with an optimizer each: the run of one optimizer, but for
     the order of f32 sums.
     """
-    del library
     tally = Tally()
 
     class Model(nnx.Module):
@@ -285,10 +283,9 @@ def named_initializers(library):
     """The layers of ours with `with_partitioning`: the numbers of the plain layer, and
     the names where they belong.
     """
-    del library
     tally = Tally()
     x = operands(0)[0]
-    key = jax.random.key(0)
+    key = KEY
     init = nn.initializers.lecun_normal()
     linen = jaxfp8.linen
     cases = {
@@ -299,12 +296,11 @@ def named_initializers(library):
     for name, (layer, names, spec) in cases.items():
         for wrap in (nn.with_partitioning, nn.with_logical_partitioning):
             with tally.raising(name):
-                plain = layer.clone(kernel_init=init)
-                variables = plain.clone(kernel_init=wrap(init, names)).init(key, x)
+                variables = layer.clone(kernel_init=wrap(init, names)).init(key, x)
                 unboxed = nn.meta.unbox(variables)
-                tally(same_bits(unboxed, plain.init(key, x)), f"{name}: parameters")
+                tally(same_bits(unboxed, layer.init(key, x)), f"{name}: parameters")
                 specs = nn.get_partition_spec(variables)["params"][name]
-                (got,) = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, P))
+                (got,) = jax.tree.leaves(specs)
                 tally(got == spec, f"{name}: {got}")
     of_nnx = jaxfp8.nnx
     cases = {
@@ -326,28 +322,24 @@ def out_sharding(library):
     """On a mesh with explicit axes the caller says where the result of a layer lies;
     its numbers are one device's.
     """
-    del library
     tally = Tally()
     mesh = mesh_of("Explicit", d=2, m=2)
     x = operands(0)[0]
     linen = jaxfp8.linen
     of_nnx = jaxfp8.nnx
     spec = P("d", "m")
-    bound = lambda layer: (layer.init(jax.random.key(0), x), layer.apply)  # noqa: E731
-    unbound = lambda layer: (  # noqa: E731
-        nnx.state(layer),
-        lambda s, x, **o: nnx.merge(nnx.graphdef(layer), s)(x, **o),
-    )
-    cases = [bound(linen.Dense(N)), bound(linen.GatedMLP(N)), bound(linen.NormDense(N))]
-    cases += [
-        unbound(of_nnx.Linear(K, N, rngs=nnx.Rngs(0))),
-        unbound(of_nnx.NormDense(K, N, rngs=nnx.Rngs(0))),
+    cases = [
+        functools.partial(layer.apply, layer.init(KEY, x))
+        for layer in (linen.Dense(N), linen.GatedMLP(N), linen.NormDense(N))
     ]
-    for i, (variables, apply) in enumerate(cases):
-        expected = np.asarray(apply(variables, x))
+    cases += [
+        of_nnx.Linear(K, N, rngs=nnx.Rngs(0)),
+        of_nnx.NormDense(K, N, rngs=nnx.Rngs(0)),
+    ]
+    for i, layer in enumerate(cases):
+        expected = np.asarray(layer(x))
         with tally.raising(str(i)), jax.set_mesh(mesh):
-            placed = jax.device_put((variables, x), NamedSharding(mesh, P()))
-            y = jax.jit(functools.partial(apply, out_sharding=spec))(*placed)
+            y = jax.jit(functools.partial(layer, out_sharding=spec))(x)
             tally(y.sharding.spec == spec, f"layer {i}: {y.sharding}")
             # f32 sums of K terms in another order: below K 2**-24 = 1.5e-6 of a sum of
             # magnitudes that is below 10
@@ -363,7 +355,6 @@ def logged_scale(library):
     """A scale that a module keeps is float32 afterwards: the internal dtype would break
     its checkpoint.
     """
-    del library
     tally = Tally()
     (x, _, grad) = operands(0)
 

@@ -1,12 +1,12 @@
 """Meshes: state is that of one device, on every device, whoever cuts the arrays."""
 
+import concurrent.futures
 import pathlib
 import socket
-import subprocess
-import sys
 import tempfile
 import warnings
 
+import another_process
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,9 +52,11 @@ def with_shard_map(library):
         return jax.tree.map(lambda leaf: leaf[None], state)
 
     for checked in (True, False):
-        with warnings.catch_warnings(), tally.raising(f"check_vma={checked}"):
-            # ours says that check_vma=False needs to be told about pipelines
-            warnings.simplefilter("ignore")
+        # ours says that check_vma=False needs to be told about pipelines
+        with (
+            warnings.catch_warnings(action="ignore"),
+            tally.raising(f"check_vma={checked}"),
+        ):
             step = jax.shard_map(
                 state_of_each,
                 mesh=cube(),
@@ -79,23 +81,19 @@ def processes(library):
     have one device's state.
     """
     tally = Tally()
-    root = pathlib.Path(__file__).parents[2]
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
+
+    def run(rank, file):
+        module = "tests.bad_days.process"
+        root = pathlib.Path(__file__).parents[2]
+        another_process.python("-m", module, library.name, rank, port, file, cwd=root)
+
     with tempfile.TemporaryDirectory() as folder:
         files = [f"{folder}/{rank}.npz" for rank in range(2)]
-        command = [sys.executable, "-m", "tests.bad_days.process", library.name]
-        running = [
-            subprocess.Popen([*command, str(rank), str(port), file], cwd=root)
-            for rank, file in enumerate(files)
-        ]
-        try:
-            statuses = [process.wait(timeout=90) for process in running]
-        finally:
-            for process in running:
-                process.kill()
-        tally(statuses == [0, 0], f"exit status {statuses}")
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            list(pool.map(run, range(2), files))
         states = [dict(np.load(file)) for file in files]
     for key, leaf in states[0].items():
         tally(

@@ -71,10 +71,8 @@ def train(library, seed, cls=None, frozen=False) -> float:
         )
         after = state.apply_gradients(grads=grads)
         if frozen:
-            rest = {
-                key: value for key, value in state.params.items() if key != "params"
-            }
-            after = after.replace(params={"params": after.params["params"], **rest})
+            trained = {"params": after.params["params"]}
+            after = after.replace(params=state.params | trained)
         return after
 
     for i in range(STEPS):

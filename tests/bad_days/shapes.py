@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 from cpu_mesh import mesh_of
+from draws import KEY
 from jax.sharding import PartitionSpec as P
 from programs.cases import MATMUL
 
 import jaxfp8
 
 from .libraries import OPERANDS, OWG
-from .steps import normal, same_bits, step_of, tally_state, used_state
+from .steps import normal, operands, same_bits, step_of, tally_state, used_state
 from .verdict import Tally, refused, row
 
 DTYPES = (np.dtype(np.float32), oracle.BF16)
@@ -71,30 +72,25 @@ def empty_expert(library):
     others move.
     """
     layer = library.dense(5)
-    loads = (6, 0, 3)
-    x = normal(0, (9, 8))
-    grad = normal(1, (9, 5))
-    kernels = [normal(2 + i, (8, 5)) for i in range(3)]
-    variables = {i: library.variables(kernels[i], used_state()) for i in range(3)}
-    rows = np.split(x, np.cumsum(loads)[:-1]), np.split(grad, np.cumsum(loads)[:-1])
+    experts = [operands(rows, 8, 5, seed=rows, make=normal) for rows in (6, 0, 3)]
+    variables = [library.variables(kernel, used_state()) for _, kernel, _ in experts]
 
     def loss(variables):
-        return sum(
-            jnp.vdot(layer.apply(variables[i], x), g)
-            for i, (x, g) in enumerate(zip(*rows, strict=True))
-        )
+        uses = zip(variables, experts, strict=True)
+        return sum(jnp.vdot(layer.apply(v, x), grad) for v, (x, _, grad) in uses)
 
     gradient = jax.jit(jax.grad(loss))(variables)
     tally = Tally()
-    after = {i: library.update(variables[i], gradient[i]) for i in range(3)}
+    after = list(map(library.update, variables, gradient))
     tally(
         same_bits(after[1][OWG], variables[1][OWG]),
         f"history {library.history(after[1], 'input')}",
     )
     for i in (0, 2):
         tally(library.history(after[i], "input")[0] > 0, f"expert {i} has no amax")
-        given = rows[0][i], kernels[i], rows[1][i]
-        tally_state(tally, library, after[i], used_state(), given, what=f"expert {i}")
+        tally_state(
+            tally, library, after[i], used_state(), experts[i], what=f"expert {i}"
+        )
     return tally.verdict()
 
 
@@ -177,16 +173,12 @@ def large(library):
 def products(library):
     """`(x, kernel) -> product` in every way that the library has."""
     module = library.dot_general_cls()()
-    yield lambda x, kernel: module.init_with_output(
-        jax.random.key(0), x, kernel, MATMUL
-    )[0]
+    yield lambda x, kernel: module.init_with_output(KEY, x, kernel, MATMUL)[0]
     if library.is_ours:
         einsum = library.einsum()
         recipe = jaxfp8.DelayedScaling(amax_history_len=2)
         state = {"recipe": recipe, "state": jaxfp8.init_state(recipe)}
-        yield lambda x, kernel: einsum.init_with_output(
-            jax.random.key(0), "mk,kn->mn", x, kernel
-        )[0]
+        yield lambda x, kernel: einsum.init_with_output(KEY, "mk,kn->mn", x, kernel)[0]
         yield lambda x, kernel: jaxfp8.dot_general(x, kernel, MATMUL, **state)
         yield lambda x, kernel: jaxfp8.einsum("mk,kn->mn", x, kernel, **state)
 

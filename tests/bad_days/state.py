@@ -132,7 +132,7 @@ def unused(library, loss):
         variables, normal(3, (M, K)), normal(4, (M, N))
     ).is_finite
     tally(is_finite, "its next products are not finite")
-    return tally
+    return tally.verdict()
 
 
 @row("cond branch not taken", any_layer=True)
@@ -147,23 +147,19 @@ def branch_not_taken(library):
             lambda: jnp.float32(0),
         )
 
-    return unused(library, loss).verdict()
+    return unused(library, loss)
 
 
 @row("unused expert", any_layer=True)
 def unused_expert(library):
-    return unused(
-        library, lambda v: jnp.float32(1) * jnp.sum(v["params"]["kernel"])
-    ).verdict()
+    return unused(library, lambda v: jnp.float32(1) * jnp.sum(v["params"]["kernel"]))
 
 
 @row("frozen layer", any_layer=True)
 def frozen_layer(library):
     layer = library.dense(N)
     x = normal(0, (M, K))
-    return unused(
-        library, lambda v: jnp.sum(layer.apply(jax.lax.stop_gradient(v), x))
-    ).verdict()
+    return unused(library, lambda v: jnp.sum(layer.apply(jax.lax.stop_gradient(v), x)))
 
 
 @row("jit = eager = second run = donated, bitwise", any_layer=True)

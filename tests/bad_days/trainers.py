@@ -75,37 +75,27 @@ def tally_next(tally, library, variables, what, i=1):
     )
 
 
-def scaled_steps(tally, library, gradient, factor):
-    """Three steps in the library's TrainState; what is stored must be the state of the
-    gradients that the layer saw.
-
-    gradient: `(train, x, grad) -> gradients`, of the loss times `factor`, divided by it
-    as the trainer divides.
+@row("DynamicScale")
+def flax_dynamic_scale(library):
+    """Flax's own loss scaling, which divides the whole tree of gradients by 65536. What
+    is stored must be the state of the gradients that the layer saw.
     """
+    tally = Tally()
+    scaler = dynamic_scale.DynamicScale(scale=65536.0)
     train = create(library, optax.sgd(1e-3))
-    step = jax.jit(
-        lambda train, x, grad: train.apply_gradients(grads=gradient(train, x, grad))
-    )
+
+    @jax.jit
+    def step(train, x, grad):
+        gradient = scaler.value_and_grad(lambda v: loss(train, v, x, grad))
+        return train.apply_gradients(grads=gradient(train.params)[3])
+
     for i in range(3):
         x, _, grad = operands(i)
         kernel = kernel_of(train)
         train = step(train, x, grad)
-        tally_amaxes(
-            tally, library, train.params, (x, kernel, grad * factor), rtol=1e-5
-        )
+        seen = x, kernel, grad * 65536
+        tally_amaxes(tally, library, train.params, seen, rtol=1e-5)
     tally_next(tally, library, train.params, "the step after")
-
-
-@row("DynamicScale")
-def flax_dynamic_scale(library):
-    """Flax's own loss scaling, which divides the whole tree of gradients by 65536."""
-    tally = Tally()
-    scaler = dynamic_scale.DynamicScale(scale=65536.0)
-
-    def gradient(train, x, grad):
-        return scaler.value_and_grad(lambda v: loss(train, v, x, grad))(train.params)[3]
-
-    scaled_steps(tally, library, gradient, 65536)
     return tally.verdict("the true amax")
 
 
@@ -155,9 +145,11 @@ def mean_over_devices(library):
         return library.update(variables, jax.lax.pmean(gradient, "data"))
 
     for checked in (True, False):
-        with warnings.catch_warnings(), tally.raising(f"check_vma={checked}"):
-            # ours says that check_vma=False needs to be told about pipelines
-            warnings.simplefilter("ignore")
+        # ours says that check_vma=False needs to be told about pipelines
+        with (
+            warnings.catch_warnings(action="ignore"),
+            tally.raising(f"check_vma={checked}"),
+        ):
             specs = {
                 "in_specs": (P(), P("data"), P("data")),
                 "out_specs": P(),

@@ -1,14 +1,13 @@
-"""Trained and frozen models that tests export: two FP8 layers, a norm, and a head in
+"""Calibrated and frozen models that tests export: two FP8 layers, a norm, and a head in
 high precision.
 """
 
 import functools
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 from draws import normal
-from promotion import as_users_have_jax
+from inference.models import frozen
 
 import jaxfp8
 
@@ -25,8 +24,8 @@ NAMES = {
     r"(up|down)/kernel": r"model.\1_proj.weight",
     "down/bias": "model.down_proj.bias",
     "norm/scale": "norm.weight",
+    "head/kernel": "lm_head.weight",
 }
-NAMES |= {"head/kernel": "lm_head.weight"}
 
 
 class Model(nn.Module):
@@ -46,26 +45,6 @@ class Model(nn.Module):
 
 
 @functools.cache
-def trained(layout):
-    """`(model, variables after four steps, frozen variables)`."""
-    with as_users_have_jax():
-        model = Model(RECIPES[layout])
-        variables = model.init(jax.random.key(0), X)
-
-        @jax.jit
-        def step(variables):
-            grads = jax.grad(
-                lambda v: jnp.mean(
-                    jnp.square(model.apply(v, X) - 1).astype(jnp.float32)
-                )
-            )(variables)
-            params = jax.tree.map(
-                lambda p, g: p - jnp.asarray(0.1, p.dtype) * g,
-                variables["params"],
-                grads["params"],
-            )
-            return grads | {"params": params}
-
-        for _ in range(4):
-            variables = step(variables)
-        return model, variables, jaxfp8.freeze(model, variables, X)
+def calibrated(layout):
+    """`(model, calibrated variables, frozen variables)`."""
+    return frozen(Model(RECIPES[layout]), X)

@@ -41,21 +41,3 @@ def read(path) -> dict[str, np.ndarray]:
         tensors[name] = array.reshape(entry["shape"])
     assert end == len(data)
     return tensors
-
-
-def weight(tensors, module: str, layout: str) -> np.ndarray:
-    """The weight of a module in float64, exactly, by the description of a layout."""
-    values = E4M3[tensors[f"{module}.weight"]]
-    if layout == "tensor":
-        assert tensors[f"{module}.weight_scale"].shape == (1,)
-        return values * float(tensors[f"{module}.weight_scale"][0])
-    n, k = values.shape
-    if layout == "block128":
-        scales = tensors[f"{module}.weight_scale_inv"]
-        assert scales.dtype == np.float32
-        assert scales.shape == (-(-n // 128), -(-k // 128))
-        scales = scales.astype(np.float64)
-        return values * scales.repeat(128, 0).repeat(128, 1)[:n, :k]
-    scales = tensors[f"{module}.weight_scale"]
-    assert scales.dtype == np.uint8 and scales.shape == (n, k // 32)
-    return values * np.ldexp(1.0, scales.astype(int) - 127).repeat(32, 1)

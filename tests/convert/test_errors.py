@@ -5,6 +5,7 @@ and often what to call.
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from parametrize import each_row
 
 from jaxfp8 import convert
 
@@ -156,7 +157,7 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("call, error, match", ERRORS.values(), ids=ERRORS)
+@each_row("call, error, match", ERRORS)
 def test_errors(call, error, match):
     with pytest.raises(error, match=match):
         call()

@@ -1,12 +1,11 @@
 """Flax's own classes: the same tree under other names, bitwise, and runs that go on."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from draws import KEY, normal
 from equality import assert_same_bits
 from flax import linen as nn
 from programs.linen import STACKED
@@ -55,7 +54,7 @@ class _Layer(nn.Module):
 
 def initialized(direct, einsum):
     model = Model(direct, einsum)
-    shapes = jax.eval_shape(model.init, jax.random.key(0), np.ones((2, 8), np.float32))
+    shapes = jax.eval_shape(model.init, KEY, np.ones((2, 8), np.float32))
     return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
 
 
@@ -95,29 +94,16 @@ def test_einsum_whose_operands_flax_exchanges():
     """`edf` before `bsd` in the output: Flax stores the kernel's amaxes as the
     input's.
     """
-    rng = np.random.default_rng(3)
-    x, kernel = (
-        rng.standard_normal(shape).astype(np.float32)
-        for shape in ((1, 3, 4), (2, 4, 5))
+    x, kernel = normal(1, 3, 4), normal(2, 4, 5)
+    product = "bsd,edf->ebsf", x, kernel, None, jnp.float32
+
+    def next_state(layer):
+        variables = layer.init(KEY, *product)
+        return jax.grad(lambda v: jnp.sum(layer.apply(v, *product)))(variables)[OWG]
+
+    theirs, ours = (
+        next_state(cls(amax_history_length=4)) for cls in (nn.Fp8Einsum, Fp8Einsum)
     )
-
-    def y(layer, *variables):
-        method = (
-            layer.apply
-            if variables
-            else functools.partial(layer.init, jax.random.key(0))
-        )
-        return method(
-            *variables, "bsd,edf->ebsf", x, kernel, preferred_element_type=jnp.float32
-        )
-
-    states = []
-    for cls in (nn.Fp8Einsum, Fp8Einsum):
-        layer = cls(amax_history_length=4)
-        states.append(
-            jax.grad(lambda v, layer=layer: jnp.sum(y(layer, v)))(y(layer))[OWG]
-        )
-    theirs, ours = states
     assert theirs["input_amax_history"][0] == oracle.amax(kernel), (
         "what this test is about"
     )

@@ -11,9 +11,10 @@ import numpy as np
 import oracle
 import pytest
 import safetensors.numpy
-from draws import normal
+from draws import KEY, normal
 from equality import assert_same_bits
 from flax import nnx
+from parametrize import each_row
 
 import jaxfp8
 import jaxfp8.nnx
@@ -47,9 +48,7 @@ def frozen_shapes(name, recipe):
         n, dot_general_cls=jaxfp8.make_dot_general_cls(recipe), use_bias=False
     )
     x = jnp.ones((2, k))
-    return layer, jax.eval_shape(
-        lambda: jaxfp8.freeze(layer, layer.init(jax.random.key(0), x), x)
-    )
+    return layer, jax.eval_shape(lambda: jaxfp8.freeze(layer, layer.init(KEY, x), x))
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -272,9 +271,7 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize(
-    "variables, names, tensors, message", ERRORS.values(), ids=ERRORS
-)
+@each_row("variables, names, tensors, message", ERRORS)
 def test_errors(variables, names, tensors, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         from_safetensors(variables, write(tmp_path / "file", **tensors), names)

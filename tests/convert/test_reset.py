@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import KEY
 from equality import assert_same_bits
 from flax import nnx
 
@@ -81,7 +82,7 @@ def test_models():
     """
     x = jnp.ones((2, 8))
     layer = nn.Dense(4, dot_general_cls=jaxfp8.Fp8DotGeneral)
-    variables = layer.init(jax.random.key(0), x)
+    variables = layer.init(KEY, x)
     spoilt = jax.tree.map(lambda leaf: leaf - 2, variables)
     with told("Fp8DotGeneral_0/input, .*/kernel, .*/output_grad"):
         assert_same_bits(reset_state(spoilt), variables | {"params": spoilt["params"]})

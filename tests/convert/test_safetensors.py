@@ -8,22 +8,23 @@ import resource
 import sys
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
 import safetensors.numpy
+from draws import KEY
 from flax import nnx
 from inference import models
 from inference.models import OWG
 from oracle import blocks as oracle_blocks
+from parametrize import each_row
 from promotion import as_users_have_jax
 
 import jaxfp8
 import jaxfp8.nnx
 from convert import numpy_reader
-from convert.exported import LAYOUTS, NAMES, K, X, trained
+from convert.exported import LAYOUTS, NAMES, K, X, calibrated
 from jaxfp8.convert import read_safetensors, to_safetensors
 
 
@@ -48,7 +49,7 @@ def quantized(layout, kernel, state=None):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_codes_and_scales_are_those_of_training(layout, tmp_path):
-    _, variables, frozen = trained(layout)
+    _, variables, frozen = calibrated(layout)
     config = to_safetensors(
         frozen, tmp_path / "model.safetensors", NAMES, layout=layout
     )
@@ -86,13 +87,6 @@ def test_codes_and_scales_are_those_of_training(layout, tmp_path):
     )
     read = read_safetensors(tmp_path / "model.safetensors")
     assert read["lm_head.weight"].dtype == "BF16"
-    weight = numpy_reader.weight(tensors, "model.up_proj", layout)
-    np.testing.assert_array_equal(
-        read["model.up_proj.weight"].decode(np.float64), weight
-    )
-    oracle.assert_bitwise(
-        read["model.up_proj.weight"].decode(), weight.astype(np.float32), "rounded once"
-    )
 
 
 def test_configs(tmp_path):
@@ -100,7 +94,9 @@ def test_configs(tmp_path):
     are not Linear of FP8.
     """
     config = {
-        layout: to_safetensors(trained(layout)[2], tmp_path / "f", NAMES, layout=layout)
+        layout: to_safetensors(
+            calibrated(layout)[2], tmp_path / "f", NAMES, layout=layout
+        )
         for layout in LAYOUTS
     }
     assert config["block128"] == {
@@ -268,7 +264,7 @@ def test_what_is_no_frozen_kernel(tmp_path):
     """It is written as it is; state is not."""
     with as_users_have_jax():
         model = Others()
-        variables = jaxfp8.calibrate(model, model.init(jax.random.key(0), X), [X])
+        variables = jaxfp8.calibrate(model, model.init(KEY, X), [X])
         options = {"with_second": False, "mutable": ["batch_stats"]}
         frozen = jaxfp8.freeze(model, variables, X, **options)
     assert set(frozen[OWG]) == {"second"}
@@ -324,14 +320,14 @@ def test_the_reader_decodes_every_code(tmp_path):
     # Scales of other writers: E8M0 for 128 x 128, and one number without a dimension.
     weights = {f"{name}.weight": tensors["F8_E4M3"] for name in "xy"} | {
         "x.weight_scale_inv": np.full((1, 1), 130, np.uint8).view(oracle_blocks.E8M0),
-        "y.weight_scale_inv": np.array(3, np.float32),
+        "y.weight_scale_inv": np.array(1 / 3, np.float32),
         "y.activation_scale": np.array(5, np.float32),
     }
     safetensors.numpy.save_file(weights, tmp_path / "file")
     read = read_safetensors(tmp_path / "file")
     assert set(read) == {"x.weight", "y.weight"}
     assert read["y.weight"].input_scale_inv == 5
-    for name, scale in (("x", 8), ("y", 3)):
+    for name, scale in (("x", 8), ("y", weights["y.weight_scale_inv"])):
         np.testing.assert_array_equal(
             read[f"{name}.weight"].decode(np.float64), scale * numpy_reader.E4M3[codes]
         )
@@ -341,7 +337,7 @@ def test_a_file_is_replaced_as_a_whole(tmp_path):
     """Who has mapped the old file reads on in it; where the disk is full it stays.
     Links and permissions stay.
     """
-    frozen = trained("tensor")[2]
+    frozen = calibrated("tensor")[2]
     file = tmp_path / "file"
     link = tmp_path / "link"
     to_safetensors(frozen, file, NAMES, layout="tensor")
@@ -371,7 +367,7 @@ def test_a_file_is_replaced_as_a_whole(tmp_path):
 
 def test_braces_in_the_names_of_modules(tmp_path):
     """They are no places of an index, in no name and in no group."""
-    frozen = trained("tensor")[2]
+    frozen = calibrated("tensor")[2]
     renamed = {
         name: frozen["params"][name.strip("{}0")]
         for name in ("up{}", "down{0}", "{norm}", "{{head")
@@ -423,9 +419,8 @@ DAMAGED = {
 }
 
 
-@pytest.mark.parametrize("name", DAMAGED)
-def test_damaged_files(name, tmp_path):
-    raw, message = DAMAGED[name]
+@each_row("raw, message", DAMAGED)
+def test_damaged_files(raw, message, tmp_path):
     (tmp_path / "file").write_bytes(raw)
     with pytest.raises(
         ValueError, match=f"^read_safetensors: {tmp_path}/file: .*{message}"
@@ -459,9 +454,8 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_scales_that_fit_no_layout(name, tmp_path):
-    tensors, message = REFUSED[name]
+@each_row("tensors, message", REFUSED)
+def test_scales_that_fit_no_layout(tensors, message, tmp_path):
     tensors = {f"x.{end}": array for end, array in tensors.items()} | {
         "x.weight": CODES
     }
@@ -477,4 +471,6 @@ def test_without_safetensors(monkeypatch, tmp_path):
     with pytest.raises(
         ImportError, match=r"^to_safetensors: .* pip install 'jaxfp8\[safetensors\]'"
     ):
-        to_safetensors(trained("tensor")[2], tmp_path / "file", NAMES, layout="tensor")
+        to_safetensors(
+            calibrated("tensor")[2], tmp_path / "file", NAMES, layout="tensor"
+        )

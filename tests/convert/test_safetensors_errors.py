@@ -3,21 +3,22 @@ do, and no file is left.
 """
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import KEY
 from inference import models
+from parametrize import each_row
 from promotion import as_users_have_jax
 
 import jaxfp8
-from convert.exported import NAMES, RECIPES, K, N, X, trained
+from convert.exported import NAMES, RECIPES, K, N, X, calibrated
 from jaxfp8.convert import to_safetensors
 
 
 def with_kernel(layout, change):
     """Frozen variables of a model whose kernel `up` was changed."""
-    model, variables, _ = trained(layout)
+    model, variables, _ = calibrated(layout)
     up = {"kernel": change(variables["params"]["up"]["kernel"])}
     with as_users_have_jax():
         return jaxfp8.freeze(
@@ -28,7 +29,7 @@ def with_kernel(layout, change):
 def one_layer(recipe, k=K, n=N):
     layer = nn.Dense(n, dot_general_cls=jaxfp8.make_dot_general_cls(recipe))
     x = jnp.ones((2, k))
-    return jaxfp8.freeze(layer, layer.init(jax.random.key(0), x), x)
+    return jaxfp8.freeze(layer, layer.init(KEY, x), x)
 
 
 def mixed():
@@ -49,7 +50,7 @@ def frozen(name):
     """The frozen variables of a layout of `convert/exported.py`, or of a model of
     `inference/models.py`.
     """
-    return trained(name)[2] if name in RECIPES else models.linen(name)[2]
+    return calibrated(name)[2] if name in RECIPES else models.linen(name)[2]
 
 
 def kernel_with(layout, value):
@@ -91,10 +92,9 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_scales_of_another_layout(name, tmp_path):
-    variables, layout, scales, remedy = LAYOUTS[name]
-    names = None if name == "rows" else NAMES
+@each_row("variables, layout, scales, remedy", LAYOUTS)
+def test_scales_of_another_layout(variables, layout, scales, remedy, tmp_path):
+    names = NAMES if variables in RECIPES else None
     message = (
         f"kernel: expected scales of layout '{layout}', from .*, got scales {scales}"
     )
@@ -134,7 +134,7 @@ ERRORS = {
         "a multiple of 32, got 48",
     ),
     "not frozen": (
-        lambda: trained("tensor")[1],
+        lambda: calibrated("tensor")[1],
         "tensor",
         NAMES,
         "frozen: expected .* found no frozen product",
@@ -233,13 +233,10 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("name", ERRORS)
-def test_errors(name, tmp_path):
-    variables, layout, names, message = ERRORS[name]
-    variables = variables()
-    with pytest.raises(
-        TypeError if name == "no variables" else ValueError,
-        match=f"^to_safetensors: .*{message}",
-    ):
-        to_safetensors(variables, tmp_path / "file", names, layout=layout)
+@each_row("variables, layout, names, message", ERRORS)
+def test_errors(variables, layout, names, message, tmp_path):
+    frozen = variables()
+    error = ValueError if isinstance(frozen, dict) else TypeError
+    with pytest.raises(error, match=f"^to_safetensors: .*{message}"):
+        to_safetensors(frozen, tmp_path / "file", names, layout=layout)
     assert not (tmp_path / "file").exists()

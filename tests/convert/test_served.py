@@ -6,9 +6,10 @@ import flax.linen as nn
 import jax
 import numpy as np
 import oracle
-import pytest
+from draws import KEY
 from inference.models import OWG
 from oracle import E4M3, blocks as oracle_blocks
+from parametrize import each_row
 
 import jaxfp8
 from convert import numpy_reader
@@ -46,16 +47,15 @@ def served(tensors, config, x) -> oracle.Product:
     return oracle.scaled_matmul(codes, weight, x_scale, scales[0])
 
 
-@pytest.mark.parametrize("name", TRAINERS)
-def test_a_layer_as_served(name, tmp_path):
-    recipe, layout = TRAINERS[name]
+@each_row("recipe, layout", TRAINERS)
+def test_a_layer_as_served(recipe, layout, tmp_path):
     cls = jaxfp8.make_dot_general_cls(recipe)
     layer = nn.Dense(N, use_bias=False, dot_general_cls=cls)
-    variables = layer.init(jax.random.key(0), X)
+    variables = layer.init(KEY, X)
     if OWG in variables:
         variables = jaxfp8.calibrate(layer, variables, [X])
     frozen = jaxfp8.freeze(layer, variables, X)
     names = {"kernel": "up.weight"}
     config = to_safetensors(frozen, tmp_path / "file", names, layout=layout)
     trained, _ = jax.vjp(lambda variables: layer.apply(variables, X), variables)
-    served(numpy_reader.read(tmp_path / "file"), config, X).check(trained, name)
+    served(numpy_reader.read(tmp_path / "file"), config, X).check(trained, layout)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from draws import normal
 from flax import nnx
+from mesh.cases import ROWS_BY_COLUMNS as ROWS_BY_COLUMNS
 from programs.linen import STACKED
 from promotion import as_users_have_jax
 
@@ -60,7 +61,7 @@ class Tied(nn.Module):
     @nn.compact
     def __call__(self, x):
         table = self.param("table", nn.initializers.normal(), (K, N))
-        y = jaxfp8.Fp8DotGeneral(recipe=RECIPE)(x, table, (((2,), (0,)), ((), ())))
+        y = jaxfp8.Fp8DotGeneral(recipe=RECIPE)(x, table, ROWS_BY_COLUMNS)
         return nn.Dense(4)(y + table[0])
 
 
@@ -174,15 +175,18 @@ NNX = {
 }
 
 
-@functools.cache
-def linen(name):
+def frozen(model, x):
     """`(model, calibrated variables, frozen variables)`."""
     with as_users_have_jax():
-        model = LINEN[name]()
-        variables = model.init(jax.random.key(1), X)
+        variables = model.init(jax.random.key(1), x)
         if OWG in variables:
-            variables = jaxfp8.calibrate(model, variables, [X, 2 * X])
-        return model, variables, jaxfp8.freeze(model, variables, X)
+            variables = jaxfp8.calibrate(model, variables, [x, 2 * x])
+        return model, variables, jaxfp8.freeze(model, variables, x)
+
+
+@functools.cache
+def linen(name):
+    return frozen(LINEN[name](), X)
 
 
 def run(model, variables, x=X):

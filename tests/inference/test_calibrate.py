@@ -3,15 +3,17 @@ changes.
 """
 
 import collections
+import functools
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from draws import KEY, normal
 from equality import assert_same_bits
 from flax import nnx
+from parametrize import each_row
 from programs.known_amax import leaves
 
 import jaxfp8
@@ -24,12 +26,8 @@ OWG = jaxfp8.OVERWRITE_WITH_GRADIENT
 FORWARD = ("input", "kernel")
 
 
-def normal(seed, *shape):
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
-
-BATCHES = [normal(seed, M, K) * size for seed, size in enumerate((3, 9, 1))]
-GRADS = [normal(seed, M, N) for seed in range(9, 12)]
+BATCHES = [normal(M, K, seed=size) * size for size in (3, 9, 1)]
+GRADS = [normal(M, N, seed=seed) for seed in range(9, 12)]
 
 
 def dense():
@@ -37,12 +35,12 @@ def dense():
 
 
 def variables_of(model, *args):
-    return model.init(jax.random.key(0), *args)
+    return model.init(KEY, *args)
 
 
-def expected(kernel, xs, grads=GRADS, state=None):
+def expected(kernel, xs, grads=GRADS):
     """The oracle's state after a step for each x."""
-    state = state or oracle.LayerState.init(H)
+    state = oracle.LayerState.init(H)
     for x, grad in zip(xs, grads, strict=False):
         state = oracle.dense_step(x, np.asarray(kernel), grad, state).state
     return state
@@ -125,18 +123,11 @@ def test_state_that_is_not_there():
     """A bf16 checkpoint: the model makes the state, then fills it."""
     model = dense()
     variables = variables_of(model, BATCHES[0])
-    got = jaxfp8.calibrate(model, {"params": variables["params"]}, BATCHES)
-    assert_same_bits(
-        got[OWG], jaxfp8.calibrate(model, variables, BATCHES)[OWG], "made "
-    )
-    got = jaxfp8.calibrate(
-        model, {"params": variables["params"]}, BATCHES, mutable=["batch_stats"]
-    )
-    assert_same_bits(
-        got[OWG],
-        jaxfp8.calibrate(model, variables, BATCHES)[OWG],
-        "made, with other collections ",
-    )
+    expected = jaxfp8.calibrate(model, variables, BATCHES)[OWG]
+    for options in ({}, {"mutable": ["batch_stats"]}):
+        params = {"params": variables["params"]}
+        got = jaxfp8.calibrate(model, params, BATCHES, **options)
+        assert_same_bits(got[OWG], expected, str(options))
 
 
 def test_a_named_tuple_is_one_argument():
@@ -153,23 +144,11 @@ def test_a_named_tuple_is_one_argument():
 
 def test_nnx():
     """In place; nothing but state changes, not even the counts of random streams."""
-
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.dense = nnx.Linear(
-                K,
-                N,
-                use_bias=False,
-                dot_general=jaxfp8.nnx.Fp8DotGeneral(RECIPE),
-                rngs=rngs,
-            )
-            self.dropout = nnx.Dropout(0.5, rngs=rngs)
-
-        def __call__(self, x):
-            return self.dropout(self.dense(x))
-
-    model = Model(nnx.Rngs(0))
-    dense, count = model.dense, model.dropout.rngs.count
+    rngs = nnx.Rngs(0)
+    product = jaxfp8.nnx.Fp8DotGeneral(RECIPE)
+    dense = nnx.Linear(K, N, use_bias=False, dot_general=product, rngs=rngs)
+    dropout = nnx.Dropout(0.5, rngs=rngs)
+    model, count = nnx.Sequential(dense, dropout), dropout.rngs.count
     before = int(count.get_value())
 
     def state():
@@ -184,7 +163,7 @@ def test_nnx():
     jaxfp8.calibrate(
         model,
         [(BATCHES[0], GRADS[0])],
-        loss_fn=lambda model, x, grad: jnp.vdot(model.dense(x), grad),
+        loss_fn=lambda model, x, grad: jnp.vdot(model.layers[0](x), grad),
     )
     assert state()["output_grad_amax_history"][0] == oracle.amax(GRADS[0])
 
@@ -215,40 +194,48 @@ def test_results_that_are_not_arrays():
         jaxfp8.calibrate(lambda v, x: Opaque(model.apply(v, x)), variables, BATCHES[:1])
 
 
-def test_errors():
-    model = dense()
-    variables = variables_of(model, BATCHES[0])
-    with pytest.raises(
-        ValueError, match=r"calibrate: batches: expected at least one batch"
-    ):
-        jaxfp8.calibrate(model, variables, [])
-    with pytest.raises(
+MODEL = dense()
+VARIABLES = variables_of(MODEL, BATCHES[0])
+calibrate = functools.partial(jaxfp8.calibrate, MODEL, VARIABLES)
+ERRORS = {
+    "no batch": (
+        lambda: calibrate([]),
         ValueError,
-        match=r"calibrate: variables: expected state of quantizers, found none",
-    ):
-        jaxfp8.calibrate(nn.Dense(3), variables_of(nn.Dense(3), BATCHES[0]), BATCHES)
-    with pytest.raises(
-        TypeError,
-        match=(
-            r"calibrate: expected calibrate\(model, variables, batches\), got "
-            r"\(Dense, list\)"
+        "calibrate: batches: expected at least one batch",
+    ),
+    "no state": (
+        lambda: jaxfp8.calibrate(
+            nn.Dense(N, use_bias=False), {"params": VARIABLES["params"]}, BATCHES
         ),
-    ):
-        jaxfp8.calibrate(model, BATCHES)
-    with pytest.raises(
+        ValueError,
+        "calibrate: variables: expected state of quantizers, found none",
+    ),
+    "no variables": (
+        lambda: jaxfp8.calibrate(MODEL, BATCHES),
         TypeError,
-        match=(
-            r"got an array of shape .*, whose rows would be the batches; "
-            r".*pass \[x\]"
+        r"expected calibrate\(model, variables, batches\), got \(Dense, list\)",
+    ),
+    "an array": (
+        lambda: calibrate(BATCHES[0]),
+        TypeError,
+        r"got an array of shape .*, whose rows would be the batches; .*pass \[x\]",
+    ),
+    "a loss and arguments": (
+        lambda: calibrate(BATCHES, loss_fn=lambda *_: 0.0, method="f"),
+        TypeError,
+        "calibrate: expected no arguments of the model beside loss_fn",
+    ),
+    "integers": (
+        lambda: jaxfp8.calibrate(
+            lambda v, x: jnp.argmax(MODEL.apply(v, x)), VARIABLES, BATCHES
         ),
-    ):
-        jaxfp8.calibrate(model, variables, BATCHES[0])
-    with pytest.raises(
-        TypeError, match=r"calibrate: expected no arguments of the model beside loss_fn"
-    ):
-        jaxfp8.calibrate(model, variables, BATCHES, loss_fn=lambda *_: 0.0, method="f")
-    with pytest.raises(
         TypeError,
-        match=r"calibrate: model: expected a result with floating-point arrays",
-    ):
-        jaxfp8.calibrate(lambda v, x: jnp.argmax(model.apply(v, x)), variables, BATCHES)
+        "calibrate: model: expected a result with floating-point arrays",
+    ),
+}
+
+
+@each_row("call, error, message", ERRORS)
+def test_errors(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

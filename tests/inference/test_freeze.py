@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cpu_mesh import mesh_of
+from draws import KEY
 from equality import assert_same_bits
 from flax import nnx, traverse_util
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -18,9 +19,7 @@ from promotion import as_users_have_jax
 import jaxfp8
 import jaxfp8.nnx
 from inference import models
-from inference.models import OWG, K, N, X
-
-KEY = jax.random.key(0)
+from inference.models import OWG, ROWS_BY_COLUMNS, K, N, X
 
 FAST = {"Dense, bf16", "own Dense", "rules", "Linear, bf16"}
 
@@ -147,8 +146,8 @@ class OneProduct(nn.Module):
             "another": jnp.flip(kernel),
             "the same": kernel,
         }
-        contract = (((2,), (0,)), ((), ()))
-        return product(product(x, kernel, contract), other[self.second], contract)
+        hidden = product(x, kernel, ROWS_BY_COLUMNS)
+        return product(hidden, other[self.second], ROWS_BY_COLUMNS)
 
 
 @pytest.mark.parametrize("second", ["narrower", "another", "the same"])
@@ -210,9 +209,7 @@ def test_nnx_layers_that_compute_their_kernel(computed):
             self.dot_general = models.product(jaxfp8.Float8CurrentScaling())
 
         def __call__(self, x):
-            return self.dot_general(
-                x, computed(self.kernel[...]), (((2,), (0,)), ((), ()))
-            )
+            return self.dot_general(x, computed(self.kernel[...]), ROWS_BY_COLUMNS)
 
     model = nnx.Sequential(Layer(nnx.Rngs(0)))
     with pytest.raises(

@@ -16,7 +16,7 @@ import numpy as np
 import oracle
 import pytest
 from cpu_mesh import mesh_of
-from draws import normal
+from draws import KEY, normal
 from equality import assert_same_bits
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -26,8 +26,6 @@ from programs.cases import MATMUL
 import jaxfp8
 import jaxfp8.nnx
 from jaxfp8.integrations import maxtext
-
-KEY = jax.random.key(0)
 
 K, N, H, STEPS = 8, 5, 4, 4
 RECIPE = jaxfp8.DelayedScaling(amax_history_len=H)
@@ -162,21 +160,15 @@ def gradient_accumulation():
 
         def body(carry, data):
             local_model = module.nnx.merge(graphdef, params, carry["rest"], copy=True)
-            (loss, _), grad = grad_func(
-                local_model, config, data, None, None, is_train=True
-            )
+            _, grad = grad_func(local_model, config, data, None, None, is_train=True)
             _, _, rest = module.nnx.split(local_model, module.nnx.Param, ...)
             total = jax.tree.map(jnp.add, carry["grad"], grad)
-            return {"loss": carry["loss"] + loss, "grad": total, "rest": rest}, None
+            return {"grad": total, "rest": rest}, None
 
-        zeros = {
-            "loss": jnp.float32(0),
-            "grad": jax.tree.map(jnp.zeros_like, params),
-            "rest": rest,
-        }
+        zeros = {"grad": jax.tree.map(jnp.zeros_like, params), "rest": rest}
         carry, _ = jax.lax.scan(body, zeros, data)
         module.nnx.update(model, carry["rest"])
-        return carry["loss"], {}, carry["grad"]
+        return None, {}, carry["grad"]
 
     module.gradient_accumulation_loss_and_grad = gradient_accumulation_loss_and_grad
     return module
@@ -280,9 +272,7 @@ class Model(nnx.Module):
     """A kernel and a bridged Linen product, as MaxText's dense layer has them."""
 
     def __init__(self, quantization):
-        self.kernel = nnx.Param(
-            jnp.asarray(np.random.default_rng(0).standard_normal((K, N)), jnp.float32)
-        )
+        self.kernel = nnx.Param(jnp.asarray(normal(K, N)))
         self.product = nnx.bridge.ToNNX(
             quantization.dot_general_cls()(), rngs=nnx.Rngs(0)
         )
@@ -318,12 +308,15 @@ def test_accumulation_is_one_step_of_the_largest_amaxes(standin):
     """
     with maxtext.install(RECIPE):
         model = Model(quantization(standin))
-        accumulate = jax.jit(
-            lambda state, data: step(
-                standin.train.gradient_accumulation_loss_and_grad, graphdef, state, data
-            )
-        )
+        accumulate = standin.train.gradient_accumulation_loss_and_grad
         graphdef, state = nnx.split(model)
+
+        @jax.jit
+        def step(state, data):
+            model = nnx.merge(graphdef, state)
+            _, _, grads = accumulate(loss_fn, None, model, None, None, data, None)
+            return nnx.state(model), grads
+
         expected = oracle.LayerState.init(H)
         kernel = np.asarray(model.kernel.get_value())
         for i in range(2):
@@ -334,7 +327,7 @@ def test_accumulation_is_one_step_of_the_largest_amaxes(standin):
                 (rng.standard_normal((STEPS, 6, n)) * sizes).astype(np.float32)
                 for n in (K, N)
             )
-            state, grads = accumulate(state, (x, grad))
+            state, grads = step(state, (x, grad))
             uses = list(zip(x, [kernel] * STEPS, grad, strict=True))
             steps = [oracle.dense_step(*microbatch, expected) for microbatch in uses]
             expected = expected_state(uses, expected)
@@ -347,12 +340,6 @@ def test_accumulation_is_one_step_of_the_largest_amaxes(standin):
             # Beside the bounds of the products, STEPS sums in f32.
             room = STEPS * 2.0**-24 * sum(np.abs(of.wgrad.exact) for of in steps)
             oracle.Product(exact, bound + room).check(grads["kernel"].get_value())
-
-
-def step(accumulate, graphdef, state, data):
-    model = nnx.merge(graphdef, state)
-    _, _, grads = accumulate(loss_fn, None, model, None, None, data, None)
-    return nnx.state(model), grads
 
 
 def test_state_of_linen_is_not_added_up(standin):
@@ -409,21 +396,15 @@ def test_flags(standin, flag, recipe):
         assert quantization(standin, flag).dot_general_cls()().recipe == RECIPE
 
 
-def calibrated(
-    standin, flag="te_fp8_currentscaling", act="absmax", weight="absmax", bwd="absmax"
-):
+def calibrated(standin, flag="te_fp8_currentscaling", **methods):
     """The recipe of a dense layer by MaxText's flags of calibration."""
-    methods = {
-        f"{name}_quantization_calibration_method": method
-        for name, method in zip(
-            ("act", "weight", "bwd"), (act, weight, bwd), strict=True
-        )
+    flags = {
+        f"{tensor}_quantization_calibration_method": method
+        for tensor, method in methods.items()
     }
-    return (
-        standin.quantizations.configure_quantization(TrainConfig(flag, **methods))
-        .dot_general_cls()()
-        .recipe
-    )
+    config = TrainConfig(flag, **flags)
+    made = standin.quantizations.configure_quantization(config)
+    return made.dot_general_cls()().recipe
 
 
 def test_calibration_methods(standin):

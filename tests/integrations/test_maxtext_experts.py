@@ -13,6 +13,7 @@ from cpu_mesh import mesh_of
 from equality import assert_same_bits
 from flax import nnx
 from jax import lax
+from parametrize import each_row
 from programs.cases import stacked
 from programs.known_amax import named
 
@@ -172,9 +173,9 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@each_row("program", PROGRAMS)
 def test_state_of_devices(standin, program, recwarn):
-    compare(standin, **PROGRAMS[program])
+    compare(standin, **program)
     assert not recwarn.list
 
 

@@ -7,13 +7,11 @@ import re
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from draws import normal
+from draws import KEY, normal
 from equality import assert_same_bits as assert_same
 
 import jaxfp8
 from jaxfp8.linen import quantize
-
-KEY = jax.random.key(0)
 
 OWG = jaxfp8.OVERWRITE_WITH_GRADIENT
 A, B = (jaxfp8.DelayedScaling(amax_history_len=h) for h in (3, 5))
@@ -132,9 +130,7 @@ def compare_programs(quantized, hand, *x):
     """The variables and the training step of both, traced: the same operations."""
     variables = jax.eval_shape(quantized.init, KEY, *x)
     wanted = jax.eval_shape(hand.init, KEY, *x)
-    assert jax.tree.map(
-        lambda leaf: (leaf.shape, leaf.dtype), variables
-    ) == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), wanted)
+    assert variables == wanted
     programs = (
         str(jax.make_jaxpr(step(module))(variables, *x)) for module in (quantized, hand)
     )

@@ -10,12 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from draws import KEY, normal
 from programs.known_amax import RECIPES
 
 import jaxfp8
 from jaxfp8.linen import Dense
-
-KEY = jax.random.key(0)
 
 RECIPE, OWG = RECIPES["delayed"].recipe, jaxfp8.OVERWRITE_WITH_GRADIENT
 
@@ -23,18 +22,8 @@ M, K, N = 9, 14, 11
 F32, BF16, F16 = np.dtype(np.float32), oracle.BF16, oracle.F16
 
 
-def operands(seed, dtype):
-    rng = np.random.default_rng(seed)
-    x = (
-        (rng.standard_normal((M, K)) * 2.0 ** rng.integers(-3, 4))
-        .astype(np.float32)
-        .astype(dtype)
-    )
-    return x, (rng.standard_normal((M, N)) * 1e-2).astype(np.float32).astype(dtype)
-
-
 def program(layer):
-    x, grad = operands(0, BF16)
+    x, grad = jnp.ones((M, K), BF16), jnp.ones((M, N), BF16)
     variables = layer.init(KEY, x)
     step = jax.jit(
         lambda variables, x, grad: jax.vjp(layer.apply, variables, x)[1](grad)
@@ -95,8 +84,7 @@ def test_dtypes_are_those_of_nn_dense(x_dtype, dtype, param_dtype):
 )
 def test_x_arrives_in_the_compute_dtype(x_dtype, dtype):
     """Narrowed where the compute dtype is narrower; a wider one changes no code."""
-    rng = np.random.default_rng(5)
-    x = (rng.standard_normal((M, K)) * 20).astype(F32).astype(x_dtype)
+    x = (20 * normal(M, K)).astype(x_dtype)
     layer = Dense(N, recipe=RECIPE, dtype=dtype, use_bias=False)
     variables = layer.init(KEY, x)
     arrives = x.astype(dtype or F32)

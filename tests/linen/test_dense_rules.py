@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from draws import KEY, normal
 from equality import assert_same_bits as assert_same
 from parametrize import each_row
 
@@ -17,12 +18,11 @@ import jaxfp8
 from jaxfp8.dot import _layers_by_rule
 from jaxfp8.linen import Dense, quantize
 
-KEY = jax.random.key(0)
 OWG = jaxfp8.OVERWRITE_WITH_GRADIENT
 RECIPE = jaxfp8.DelayedScaling(amax_history_len=3)
 NAMES = "query", "key", "value"
 D = 6
-X = np.random.default_rng(0).standard_normal((2, 5, D)).astype(np.float32)
+X = normal(2, 5, D)
 QKV = Dense.of(*NAMES, recipe=RECIPE)
 BIAS = nn.initializers.normal(0.5)
 
@@ -45,13 +45,13 @@ class Projections(nn.Module):
         return jnp.concatenate([query, key, value], -1)
 
 
-def joined(layers, axis=-1):
+def joined(layers):
     """The arrays of q, k and v, by their names, as those of one layer."""
     result = {}
     for name, leaf in layers["query"].items():
         lead = layers["key"][name].shape[:-1]
         leaves = [leaf.reshape(*lead, 8), layers["key"][name], layers["value"][name]]
-        result[name] = jnp.concatenate(leaves, axis)
+        result[name] = jnp.concatenate(leaves, -1)
     return result
 
 
@@ -89,7 +89,7 @@ def test_steps(columns, kinds, one, monkeypatch):
 
     for i in range(3):
         x = np.roll(x, i, -1) * oracle.BF16.type(2.0**i)
-        grad = np.random.default_rng(i).standard_normal((2, 5, 16)).astype(oracle.BF16)
+        grad = normal(2, 5, 16, seed=i).astype(oracle.BF16)
         y, gradient, dx = step(model, variables, x, grad)
         right_y, right, right_dx = step(one, as_one(variables), x, grad)
         got = as_one(gradient)

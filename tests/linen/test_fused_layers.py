@@ -10,17 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from draws import normal
+from draws import KEY, normal
 from equality import assert_same_bits
 from flax.traverse_util import flatten_dict
+from parametrize import each_row
 from programs.known_amax import RECIPES, packed
 from recipes.cases import KINDS
 
 import jaxfp8
 from jaxfp8.linen import Dense, GatedMLP, NormDense
 from jaxfp8.ops import ClampedSwiGLU
-
-KEY = jax.random.key(0)
+from linen.test_experts import used_variables
 
 RECIPE, OWG = RECIPES["delayed"].recipe, jaxfp8.OVERWRITE_WITH_GRADIENT
 
@@ -56,17 +56,6 @@ CASES = [("delayed", dtype) for dtype in (F32, BF16, F16)] + [
 
 def inputs(dtype=F32, rows=(ROWS,)):
     return normal(*rows, WIDTH).astype(dtype)
-
-
-def init(layer, x):
-    """The variables of a layer that has run, so that scales are no powers of two."""
-    variables = layer.init(KEY, x)
-    rng = np.random.default_rng(1)
-    draw = lambda leaf: rng.uniform(1, 2, leaf.shape).astype(F32)  # noqa: E731
-    return {
-        name: jax.tree.map(draw, tree) if name == OWG else tree
-        for name, tree in variables.items()
-    }
 
 
 def product(x, variables, path, recipe, dtype, **options):
@@ -114,7 +103,7 @@ def written_out(layer, variables, x, dtype):
 
 
 @pytest.mark.parametrize("recipe, dtype", CASES, ids=str)
-@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+@each_row("layer", LAYERS)
 def test_values_and_gradients(layer, recipe, dtype):
     """Those of the functions, which dot/test_fused_values.py compares with formulas; no
     state in some recipes.
@@ -122,7 +111,7 @@ def test_values_and_gradients(layer, recipe, dtype):
     recipe = RECIPES[recipe].recipe
     layer = layer.clone(recipe=recipe, dtype=dtype)
     x = inputs(dtype)
-    variables = init(layer, x)
+    variables = used_variables(layer, x)
 
     def loss(variables, x, apply):
         y = apply(variables, x)
@@ -200,7 +189,7 @@ def test_kernels_are_initialized_as_those_of_one_dimension():
     (F32, None, F32), (BF16, None, F32), (F32, BF16, BF16), (BF16, F32, F32),
     (np.dtype(np.int32), None, F32),
 ])  # fmt: skip
-@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+@each_row("layer", LAYERS)
 def test_compute_dtype(layer, x_dtype, dtype, y_dtype):
     x = jax.ShapeDtypeStruct((ROWS, WIDTH), x_dtype)
     y, _ = jax.eval_shape(layer.clone(dtype=dtype).init_with_output, KEY, x)

@@ -9,21 +9,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import KEY, normal
 from equality import assert_same_bits as assert_same
 from flax.traverse_util import flatten_dict
 from parametrize import each_row
+from programs.linen import STACKED, Stack
 
 import jaxfp8
 from jaxfp8.linen import GatedMLP, NormDense, quantize
 from jaxfp8.ops import ClampedSwiGLU
 from jaxfp8.recipes import checked_rules
 
-KEY = jax.random.key(0)
 OWG = jaxfp8.OVERWRITE_WITH_GRADIENT
 DELAYED = jaxfp8.DelayedScaling(amax_history_len=3)
 D, HIDDEN = 6, 8
-X = np.random.default_rng(0).standard_normal((4, 5, D)).astype(np.float32)
-AXES = {"params": 0, OWG: 0}
+X = normal(4, 5, D)
 CLAMPED = ClampedSwiGLU(limit=7.0, alpha=1.702, offset=1.0)
 
 
@@ -97,31 +97,13 @@ class Model(nn.Module):
         return self.mlp(x)
 
 
-class Stack(nn.Module):
-    """A scan over layers."""
-
-    make: object
-
-    @nn.compact
-    def __call__(self, x):
-        scanned = nn.scan(
-            lambda layer, x, _: (layer(x), None),
-            variable_axes=AXES,
-            split_rngs={"params": True},
-            length=2,
-        )
-        return scanned(self.make(name="layer"), x.astype(jnp.bfloat16), None)[0]
-
-
 FORMS = {
     "module": lambda: Model(MLP()),
     "decorated": lambda: Model(Decorated()),
     "remat": lambda: Model(nn.remat(MLP)()),
     "jit": lambda: Model(nn.jit(Decorated)()),
     "scan and remat": lambda: Stack(nn.remat(MLP)),
-    "vmap": lambda: Model(
-        nn.vmap(MLP, variable_axes=AXES, split_rngs={"params": True})()
-    ),
+    "vmap": lambda: Model(nn.vmap(MLP, **STACKED)()),
 }
 
 

@@ -2,6 +2,7 @@
 model is.
 """
 
+import concurrent.futures
 import copy
 import functools
 import pickle
@@ -9,7 +10,7 @@ import threading
 import time
 
 import flax.linen as nn
-import pytest
+from parametrize import each_row
 
 import jaxfp8
 from jaxfp8.linen import quantize
@@ -104,17 +105,16 @@ def outcome(function, *args):
         return type(error)
 
 
-@pytest.mark.parametrize("how", COPIES)
-@pytest.mark.parametrize("name", MODELS)
-def test_copies(name, how):
+@each_row("copied", COPIES)
+@each_row("plain, rules", MODELS)
+def test_copies(plain, rules, copied):
     """What the plain model can and what its rules can, the model with rules can; what
     is equal there is equal here.
     """
-    plain, rules = MODELS[name]
     quantized = quantize(plain, rules)
-    plain_copy = outcome(COPIES[how], plain)
-    quantized_copy = outcome(COPIES[how], quantized)
-    rules_copy = rules if how == "clone" else outcome(COPIES[how], rules)
+    plain_copy = outcome(copied, plain)
+    quantized_copy = outcome(copied, quantized)
+    rules_copy = rules if copied is COPIES["clone"] else outcome(copied, rules)
     for part in (plain_copy, rules_copy):
         if isinstance(part, type):
             assert quantized_copy is part
@@ -139,17 +139,8 @@ def same_hash(*models):
 
 def in_threads(*functions):
     """The results of functions that run at the same time."""
-    results = [None] * len(functions)
-
-    def run(i):
-        results[i] = functions[i]()
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(functions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+    with concurrent.futures.ThreadPoolExecutor(len(functions)) as pool:
+        return list(pool.map(lambda function: function(), functions))
 
 
 def test_equal_models_of_several_threads():

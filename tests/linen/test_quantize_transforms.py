@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 import pytest
+from parametrize import each_row
 from programs.linen import STACKED
 
 import jaxfp8
@@ -191,11 +192,11 @@ STACKS = {
 }
 
 
-@pytest.mark.parametrize("stack", STACKS)
+@each_row("stack", STACKS)
 def test_blocks_in_nn_jit(stack):
     """The first block runs one recipe, the second another one, the last none."""
-    plain = STACKS[stack]()
-    hand = STACKS[stack](recipes=(A, B, None))
+    plain = stack()
+    hand = stack(recipes=(A, B, None))
     # the program of all blocks that a cache could find
     plain.init(KEY, x())
     compare_training(quantize(plain, STACK_RULES), hand, x(), steps=1)

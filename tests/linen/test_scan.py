@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from draws import KEY
 from equality import assert_same_bits
 from programs.linen import STACKED
 
@@ -17,7 +18,7 @@ import jaxfp8
 
 LAYERS, ROWS, WIDTH = 3, 8, 16
 RECIPE = jaxfp8.DelayedScaling(amax_history_len=4)
-X = jax.random.normal(jax.random.key(0), (ROWS, WIDTH))
+X = jax.random.normal(KEY, (ROWS, WIDTH))
 
 
 class Block(nn.Module):

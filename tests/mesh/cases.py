@@ -50,37 +50,36 @@ class Layout:
         return Batch(x=self.x, target=self.y, size=P(self.h[0], None, *self.h[2:]))
 
 
+_DP = Layout(x=P(AXES), w1=P(), w2=P(), h=P(AXES), y=P(AXES))
+_TP = Layout(
+    x=P("data"),
+    w1=P(None, "tp"),
+    w2=P("tp", None),
+    h=P("data", None, "tp"),
+    y=P("data"),
+)
+_BATCH = ("data", "fsdp")
+_FSDP_TP = Layout(
+    x=P(_BATCH),
+    w1=P("fsdp", "tp"),
+    w2=P("tp", "fsdp"),
+    h=P(_BATCH, None, "tp"),
+    y=P(_BATCH),
+)
+
+
+def _in_sequence(layout, batch) -> Layout:
+    """Places of the sequence are cut between products (SP)."""
+    return dataclasses.replace(layout, x=P(batch, "tp"), y=P(batch, "tp"))
+
+
 LAYOUTS = {
-    "dp": Layout(x=P(AXES), w1=P(), w2=P(), h=P(AXES), y=P(AXES)),
-    "fsdp": Layout(x=P(AXES), w1=P(AXES, None), w2=P(AXES, None), h=P(AXES), y=P(AXES)),
-    "tp": Layout(
-        x=P("data"),
-        w1=P(None, "tp"),
-        w2=P("tp", None),
-        h=P("data", None, "tp"),
-        y=P("data"),
-    ),
-    "fsdp+tp": Layout(
-        x=P(("data", "fsdp")),
-        w1=P("fsdp", "tp"),
-        w2=P("tp", "fsdp"),
-        h=P(("data", "fsdp"), None, "tp"),
-        y=P(("data", "fsdp")),
-    ),
-    "sp": Layout(
-        x=P("data", "tp"),
-        w1=P(None, "tp"),
-        w2=P("tp", None),
-        h=P("data", None, "tp"),
-        y=P("data", "tp"),
-    ),
-    "all": Layout(
-        x=P(("data", "fsdp"), "tp"),
-        w1=P("fsdp", "tp"),
-        w2=P("tp", "fsdp"),
-        h=P(("data", "fsdp"), None, "tp"),
-        y=P(("data", "fsdp"), "tp"),
-    ),
+    "dp": _DP,
+    "fsdp": dataclasses.replace(_DP, w1=P(AXES, None), w2=P(AXES, None)),
+    "tp": _TP,
+    "fsdp+tp": _FSDP_TP,
+    "sp": _in_sequence(_TP, "data"),
+    "all": _in_sequence(_FSDP_TP, _BATCH),
 }
 
 

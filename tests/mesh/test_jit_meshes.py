@@ -2,11 +2,12 @@
 on every device.
 """
 
-import flax.serialization
 import jax
 import jax.numpy as jnp
 import pytest
+from draws import KEY
 from jax.sharding import PartitionSpec as P, reshard
+from parametrize import each_row
 
 import jaxfp8
 from mesh import cases
@@ -28,25 +29,6 @@ def train(kind, name, recipe=cases.RECIPE, with_state=True, steps=cases.STEPS):
 @pytest.mark.parametrize("kind", KINDS)
 def test_ten_steps(kind, name):
     cases.assert_same(train(kind, name), cases.reference(), f"{kind} {name}")
-
-
-def test_a_run_that_moves_between_meshes():
-    """Through a checkpoint, as a run that starts again elsewhere."""
-    weights, state, losses = cases.weights(), cases.state(), []
-    for batch, name in zip(cases.batches(), ("dp", "fsdp+tp", "sp"), strict=False):
-        mesh = cases.mesh()
-        layout = cases.LAYOUTS[name]
-        run = cases.train(
-            cases.jitted(mesh, layout),
-            cases.put(weights, mesh, layout.weights),
-            cases.put(state, mesh, P()),
-            [cases.put(batch, mesh, layout.batch)],
-        )
-        losses += run.losses
-        saved = flax.serialization.to_bytes((run.weights, run.state))
-        weights, state = flax.serialization.from_bytes((weights, state), saved)
-    run = cases.Run(weights, state, losses)
-    cases.assert_same(run, cases.reference(steps=3), "moved")
 
 
 # Gradients of a kernel [32, 16]. x has small whole numbers, which FP8 and sums of any
@@ -74,14 +56,14 @@ def _by_recipe(recipe, product, kernel, x):
 
 @pytest.mark.filterwarnings("ignore:this gradient never updates FP8 state")
 @pytest.mark.parametrize("product", ["dot_general", "ragged_dot", "quantize_params"])
-@pytest.mark.parametrize("recipe", REDUCED_RECIPES.values(), ids=REDUCED_RECIPES)
+@each_row("recipe", REDUCED_RECIPES)
 @pytest.mark.parametrize("implementation", ["ffi", "xla"])
 def test_gradients_of_reduced_kernels(implementation, recipe, product):
     """A kernel that is `reduced` over the data axes has an unreduced gradient, whose
     sum is that of a plain kernel.
     """
     axes = set(cases.AXES)
-    kernel = jax.random.randint(jax.random.key(0), (32, 16), -4, 5).astype(jnp.float32)
+    kernel = jax.random.randint(KEY, (32, 16), -4, 5).astype(jnp.float32)
     x = jax.random.randint(jax.random.key(1), (64, 32), -4, 5).astype(jnp.float32)
 
     def gradient(kernel, x):

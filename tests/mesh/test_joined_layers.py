@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from cpu_mesh import mesh_of
-from draws import normal
+from draws import KEY, normal
 from equality import assert_same_bits as assert_same
 from jax.sharding import NamedSharding, PartitionSpec as P
 
@@ -27,7 +27,7 @@ class Projections(nn.Module):
 def test_heads_stay_on_their_devices(kind):
     """One device's bits; only amaxes are reduced."""
     model = quantize(Projections(), [("", Dense.of(*FEATURES))])
-    variables = model.init(jax.random.key(0), X)
+    variables = model.init(KEY, X)
 
     def loss(variables, x):
         return sum(jnp.sum(jnp.sin(y)) for y in model.apply(variables, x))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax import export, lax
 from jax.sharding import NamedSharding, PartitionSpec as P
+from parametrize import each_row
 
 import jaxfp8
 from mesh import cases
@@ -78,20 +79,17 @@ CUTS = {
 
 
 @pytest.mark.parametrize("m, k, n", [(10, 12, 14), (3, 16, 7), (1, 1, 1)])
-@pytest.mark.parametrize("cut", CUTS)
-def test_dimensions_that_the_devices_do_not_divide(cut, m, k, n):
+@each_row("specs", CUTS)
+def test_dimensions_that_the_devices_do_not_divide(specs, m, k, n):
     """Constraints on such dimensions are legal: XLA pads shards. The padding enters no
     product and no amax.
     """
     mesh = line()
+    of_x, of_kernel, of_y = (NamedSharding(mesh, spec) for spec in specs)
+    place = lax.with_sharding_constraint
 
     def product(x, kernel, state):
-        shardings = (NamedSharding(mesh, spec) for spec in CUTS[cut])
-        place = lax.with_sharding_constraint
-        of_x, of_kernel, of_y = (
-            functools.partial(place, shardings=sharding) for sharding in shardings
-        )
-        return of_y(dot(of_x(x), of_kernel(kernel), state))
+        return place(dot(place(x, of_x), place(kernel, of_kernel), state), of_y)
 
     tensors = numbers(0, (m, k)), numbers(1, (k, n), 3.5), STATE, numbers(2, (m, n))
     compare(gradients(dot), tensors, mesh, [P()] * 4, gradients(product))

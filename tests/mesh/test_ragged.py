@@ -10,6 +10,7 @@ import pytest
 from cpu_mesh import mesh_of
 from dot.ragged_cases import HISTORY, RECIPE, WITHOUT, operands
 from jax.sharding import NamedSharding, PartitionSpec as P
+from parametrize import each_row
 from recipes.delayed_cases import assert_step
 
 import jaxfp8
@@ -96,7 +97,7 @@ def collectives_of(recipe, lhs_spec, rhs_spec, axes):
     return hlo.collectives(lowered.compile(hlo.QUICKLY).as_text())
 
 
-@pytest.mark.parametrize("recipe", FP8.values(), ids=FP8)
+@each_row("recipe", FP8)
 def test_rows_stay_and_kernels_are_gathered_as_codes(recipe):
     """FSDP over rows and kernels: once for y and once for the gradient of lhs, as
     codes; no row crosses devices.
@@ -116,7 +117,7 @@ def test_rows_stay_and_kernels_are_gathered_as_codes(recipe):
     assert not any(ROWS in shape for shape in shapes), shapes
 
 
-@pytest.mark.parametrize("recipe", FP8.values(), ids=FP8)
+@each_row("recipe", FP8)
 def test_rows_and_experts_stay(recipe):
     """Rows on one axis and experts on the other: results of rows are summed over the
     experts.

@@ -8,10 +8,12 @@ import numpy as np
 import oracle
 import pytest
 from cpu_mesh import mesh_of
+from draws import KEY
 from equality import assert_same_bits
 from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
+from parametrize import each_row
 
 import jaxfp8
 from jaxfp8.mixed_precision import (
@@ -49,7 +51,7 @@ def tree(spoil=(), value=np.nan, dtype=np.float32):
 # --------------------------------------------------------------------------- all_finite
 
 
-@pytest.mark.parametrize("value", BAD.values(), ids=BAD)
+@each_row("value", BAD)
 @pytest.mark.parametrize("dtype", [np.float16, oracle.BF16, np.float32, np.complex64])
 def test_one_bad_value(value, dtype):
     check = jax.jit(all_finite)
@@ -77,7 +79,7 @@ def test_nothing_to_look_at():
     for nothing in (
         {},
         None,
-        {"a": np.int32(1), "key": jax.random.key(0)},
+        {"a": np.int32(1), "key": KEY},
         np.zeros((0, 3), np.float32),
     ):
         assert all_finite(nothing) and first_nonfinite(nothing) is None

@@ -2,8 +2,6 @@
 by; its life as a pytree.
 """
 
-import dataclasses
-
 import flax.serialization
 import jax
 import jax.numpy as jnp
@@ -11,21 +9,13 @@ import numpy as np
 import oracle
 import pytest
 from jax import lax
+from parametrize import each_row
 
 from jaxfp8.mixed_precision import DynamicLossScale
 
 from .grad_scaler import GradScaler
 
 adjust = jax.jit(lambda loss_scale, finite: loss_scale.adjust(finite))
-
-
-def assert_agrees(loss_scale, scaler, what):
-    oracle.assert_bitwise(loss_scale.value, scaler.scale, f"{what}: value")
-    oracle.assert_bitwise(
-        loss_scale.good_steps,
-        np.asarray(scaler.growth_tracker, np.int32),
-        f"{what}: good steps",
-    )
 
 
 # ----------------------------------------------------------------------------- dynamics
@@ -57,7 +47,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@each_row("options", OPTIONS)
 @pytest.mark.parametrize("bad", [0.0, 0.0004, 0.5])
 def test_thousands_of_random_steps(options, bad):
     """Bitwise; long enough to meet the bounds where overflows are as rare or as
@@ -65,10 +55,8 @@ def test_thousands_of_random_steps(options, bad):
     """
     finite = np.random.default_rng(len(str(options))).random(9000) >= bad
     values, good_steps = map(np.asarray, run(DynamicLossScale(**options), finite))
-    scaler = GradScaler(scale=np.float32(options.get("init_scale", 65536)))
-    scaler = dataclasses.replace(
-        scaler, **{k: v for k, v in options.items() if k != "init_scale"}
-    )
+    others = dict(options)
+    scaler = GradScaler(np.float32(others.pop("init_scale", 65536)), **others)
     expected = []
     for ok in finite:
         scaler.update(not ok)
@@ -104,13 +92,11 @@ def test_unscale_in_f32(dtype, init_scale):
     got = np.asarray(jax.jit(DynamicLossScale(init_scale).unscale)(gradient))
     assert got.dtype == np.float32
     expected = GradScaler(np.float32(init_scale)).unscale(gradient)
+    # XLA:CPU flushes what is subnormal
     tiny = np.finfo(np.float32).tiny
-    # XLA:CPU flushes the others
-    normal = ~(np.abs(gradient.astype(np.float32)) < tiny) & ~(np.abs(expected) < tiny)
-    np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
-    normal &= ~np.isnan(expected)
-    oracle.assert_bitwise(got[normal], expected[normal], "unscaled")
-    assert (np.abs(got[~normal & ~np.isnan(got)]) < tiny).all()
+    flushed = np.minimum(np.abs(gradient.astype(np.float32)), np.abs(expected)) < tiny
+    np.testing.assert_array_equal(got[~flushed], expected[~flushed])
+    assert (np.abs(got[flushed]) < tiny).all()
 
 
 def test_every_gradient_is_scaled():
@@ -142,9 +128,8 @@ def test_msgpack():
         {"step": 0, "loss_scale": DynamicLossScale(growth_interval=7)}, data
     )["loss_scale"]
     assert isinstance(got, DynamicLossScale)
-    assert_agrees(
-        adjust(got, True), GradScaler(np.float32(32768), growth_tracker=2), "restored"
-    )
+    after = adjust(got, True)
+    assert (after.value, after.good_steps) == (32768, 2)
 
 
 # ------------------------------------------------------------------------------- errors

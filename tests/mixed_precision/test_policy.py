@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from draws import KEY
 from flax import linen as nn, nnx
 
 import jaxfp8
@@ -98,7 +99,7 @@ NO_PARAMETERS = {
     "e5m2": jnp.ones(2, jnp.float8_e5m2),
     "ints": jnp.arange(2),
     "flag": np.bool_(True),
-    "key": jax.random.key(0),
+    "key": KEY,
     "nothing": None,
     "complex": jnp.ones(2, jnp.complex64),
     "number": 1.5,

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
+from draws import KEY
 from equality import assert_same_bits
 from flax import nnx
 from flax.training import train_state
@@ -77,7 +77,7 @@ def linen(cls, fp8, tx):
     dot_general = jaxfp8.make_dot_general_cls(RECIPE) if fp8 else None
     layer = nn.Dense(N, use_bias=False, dtype=jnp.float16, dot_general_cls=dot_general)
     variables = {
-        **layer.init(jax.random.key(0), np.ones((M, K), np.float32)),
+        **layer.init(KEY, np.ones((M, K), np.float32)),
         "params": {"kernel": jnp.asarray(KERNEL)},
     }
     of_loss = functools.partial(loss, layer.apply)

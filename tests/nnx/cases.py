@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import oracle
+from draws import KEY
 from equality import assert_same_bits
 from flax import nnx
 from programs import known_amax
@@ -73,7 +74,7 @@ def compare_with_linen(module, in_features, *args):
     """Same fields, same parameters, same tree, same bits: two steps of SGD."""
     model = of_nnx(module, in_features)
     variables = as_linen(model)
-    shapes = jax.eval_shape(module.init, jax.random.key(0), *args)
+    shapes = jax.eval_shape(module.init, KEY, *args)
     assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, variables)
     optimizer = jaxfp8.nnx.Optimizer(model, optax.sgd(0.125), wrt=nnx.Param)
 

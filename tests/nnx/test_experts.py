@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from draws import KEY
 from equality import assert_same_bits
 from flax import nnx
 from linen.expert_cases import COUNT, F32, HIDDEN, HISTORY, WIDTH
@@ -29,7 +30,7 @@ def test_stacked_layers():
     def make(key):
         return of_nnx(GATED.clone(recipe=jaxfp8.HighPrecision()), WIDTH, key)
 
-    stack = make(jax.random.split(jax.random.key(0), 2))
+    stack = make(jax.random.split(KEY, 2))
     jaxfp8.nnx.quantize(stack, [("w[io]", RECIPE)])
     for product in (stack.wi.ragged_dot, stack.wo.ragged_dot):
         assert product.kernel_amax_history.shape == (2, HISTORY)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from draws import normal
 from equality import assert_same_bits as assert_same
 from flax import nnx
 
@@ -18,7 +19,7 @@ from jaxfp8.nnx import GatedMLP, quantize
 
 RECIPE = jaxfp8.DelayedScaling(amax_history_len=3)
 D, HIDDEN = 6, 8
-X = np.random.default_rng(0).standard_normal((4, D)).astype(np.float32)
+X = normal(4, D)
 
 
 class MLP(nnx.Module):

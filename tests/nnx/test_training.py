@@ -13,6 +13,7 @@ import oracle
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from parametrize import each_row
 
 import jaxfp8
 import jaxfp8.nnx
@@ -56,7 +57,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@each_row("make", OPTIMIZERS)
 def test_five_steps(make):
     """State is the oracle's; parameters get what optax gives them where there is no FP8
     state at all.

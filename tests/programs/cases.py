@@ -15,14 +15,14 @@ from programs.known_amax import RECIPES, K, M as ROWS, N, leaves, packed
 RECIPE = RECIPES["delayed"].recipe
 
 
-def product(x, kernel, state):
+def product(x, kernel, state, recipe=RECIPE):
     """x `[m, K]` or `[K]`, kernel `[K, N]`."""
     dimension_numbers = (((x.ndim - 1,), (0,)), ((), ()))
     return jaxfp8.dot_general(
         x,
         kernel,
         dimension_numbers,
-        recipe=RECIPE,
+        recipe=recipe,
         state=state,
         preferred_element_type=x.dtype,
     )

@@ -9,6 +9,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 import jaxfp8
 
+from . import cases
 from .known_amax import OWN, USES, Program, named, packed
 
 
@@ -42,17 +43,7 @@ def accumulated(loss, argnums):
 class Functional:
     """A layer is `(kernel, state)`."""
 
-    @staticmethod
-    def product(x, kernel, state, recipe):
-        dimension_numbers = (((x.ndim - 1,), (0,)), ((), ()))
-        return jaxfp8.dot_general(
-            x,
-            kernel,
-            dimension_numbers,
-            recipe=recipe,
-            state=state,
-            preferred_element_type=x.dtype,
-        )
+    product = staticmethod(cases.product)
 
     def __init__(
         self,
@@ -168,18 +159,24 @@ def fori_loop(use, layer, xs, grads):
     )
 
 
-def branches(use, layer, xs, grads):
+def numbered(use, layer, xs, grads):
+    """A scan of uses that know their number."""
+
+    def body(total, at):
+        return total + use(layer, *at), None
+
+    return lax.scan(body, jnp.float32(0), (jnp.arange(len(xs)), xs, grads))[0]
+
+
+def branches(use, *arguments):
     """Both branches use the state, each in every other iteration."""
 
-    def one(index, x, grad):
+    def one(layer, index, x, grad):
         return lax.cond(
             index % 2 == 0, lambda: use(layer, x, grad), lambda: use(layer, -x, -grad)
         )
 
-    def body(total, at):
-        return total + one(*at), None
-
-    return lax.scan(body, jnp.float32(0), (jnp.arange(len(xs)), xs, grads))[0]
+    return numbered(one, *arguments)
 
 
 def switch(use, layer, xs, grads):
@@ -223,16 +220,13 @@ def cond_with_arguments(use):
     )
 
 
-def some_iterations(use, layer, xs, grads):
-    def one(index, x, grad):
+def some_iterations(use, *arguments):
+    def one(layer, index, x, grad):
         return lax.cond(
             index % 2 == 1, lambda: use(layer, x, grad), lambda: jnp.float32(0)
         )
 
-    def body(total, at):
-        return total + one(*at), None
-
-    return lax.scan(body, jnp.float32(0), (jnp.arange(len(xs)), xs, grads))[0]
+    return numbered(one, *arguments)
 
 
 def not_taken(use, layer, xs, grads):

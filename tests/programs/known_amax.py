@@ -229,24 +229,26 @@ def check(
     the state bit by bit.
     """
     has_own_state = "state" in program.own
-    states = [used_state(i) for i in range(USES)] if has_own_state else [used_state()]
+    states = [used_state(i) for i in range(USES if has_own_state else 1)]
     is_delayed = recipe.rule is None
+    groups = program.groups
+    if is_delayed:
+        groups = [(use,) for use in program.used]
+    elif isinstance(recipe.recipe, jaxfp8.Float8CurrentScaling):
+        groups = program.across or program.groups
+    groups = [group for group in groups if set(group) <= set(program.used)]
+
+    def state():
+        return leaves(states if has_own_state else states[0]) if is_delayed else {}
+
     layer = None
     for i in range(steps):
         xs, kernel, grads = operands(i, program.own, dtype)
         if layer is None:
-            state = leaves(states if has_own_state else states[0]) if is_delayed else {}
-            layer = adapter(program, recipe.recipe, kernel, state, **options)
-        has_scale_of_tensor = isinstance(recipe.recipe, jaxfp8.Float8CurrentScaling)
-        groups = (
-            program.across if program.across and has_scale_of_tensor else program.groups
-        )
-        groups = [group for group in groups if set(group) <= set(program.used)]
+            layer = adapter(program, recipe.recipe, kernel, state(), **options)
         runs = {}
-        for group in [(use,) for use in program.used] if is_delayed else groups:
-            x, grad = (
-                np.concatenate([array[use] for use in group]) for array in (xs, grads)
-            )
+        for group in groups:
+            x, grad = (np.concatenate(array[list(group)]) for array in (xs, grads))
             first = group[0]
             own = kernel[first] if "kernel" in program.own else kernel
             runs[group] = _product(
@@ -261,14 +263,7 @@ def check(
             states = [merged([run[3] for run in runs.values()])]
         value, got_kernel, got_xs = layer.step(kernel, xs, grads)
 
-        if is_delayed:
-            assert_same_bits(
-                dict(layer.state),
-                leaves(states if has_own_state else states[0]),
-                f"step {i}: state",
-            )
-        else:
-            assert not layer.state
+        assert_same_bits(dict(layer.state), state(), f"step {i}: state")
         _total([(run[0], grads[list(group)]) for group, run in runs.items()]).check(
             value, f"step {i}: value"
         )

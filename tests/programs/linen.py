@@ -10,6 +10,7 @@ import functools
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from draws import KEY
 from flax import nnx
 from jax import lax
 
@@ -27,6 +28,20 @@ VMAP_SHARED = VMAP | {
     "variable_axes": {"params": None, OWG: None},
     "split_rngs": {"params": False},
 }
+
+
+class Stack(nn.Module):
+    """A scan over layers in bfloat16; `make` takes their name."""
+
+    make: object
+    length: int = 2
+
+    @nn.compact
+    def __call__(self, x):
+        scanned = nn.scan(
+            lambda layer, x, _: (layer(x), None), **STACKED, length=self.length
+        )
+        return scanned(self.make(name="layer"), x.astype(jnp.bfloat16), None)[0]
 
 
 def make_dense(recipe, **options):
@@ -71,7 +86,7 @@ class Linen:
             return jnp.sum(module.apply(variables, jnp.float32(0), (xs, grads))[0])
 
         uses = jnp.zeros((USES, M, K)), jnp.zeros((USES, M, N))
-        shapes = jax.eval_shape(module.init, jax.random.key(0), jnp.float32(0), uses)
+        shapes = jax.eval_shape(module.init, KEY, jnp.float32(0), uses)
         self.variables = _fill(shapes, {"kernel": kernel} | state)
         self.run = jax.jit(differentiate(loss, argnums=(0, 1)))
 

@@ -6,6 +6,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from draws import KEY
 from flax import nnx
 
 import jaxfp8
@@ -71,7 +72,7 @@ class NNX:
         jit=True,
     ):
         make = functools.partial(self.make, recipe)
-        keys = jax.random.split(jax.random.key(0), USES)
+        keys = jax.random.split(KEY, USES)
         self.layer = nnx.vmap(make)(keys) if kernel.ndim == 3 else make(0)
         if state:
             variables = nnx.state(self.layer, jaxfp8.nnx.OverwriteWithGradient)

@@ -5,16 +5,15 @@ does (jax issue 35915).
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
+from draws import normal
 from equality import assert_same_bits
 from numpy.testing import assert_allclose
 
 import jaxfp8
 from programs.cases import MATMUL, stacked
 
-RNG = np.random.default_rng(0)
-X = jnp.asarray(RNG.standard_normal((16, 4)), jnp.float32)
+X = normal(16, 4)
 LABELS = jnp.arange(16) % 8
 HEAD = nn.Dense(8, dot_general_cls=jaxfp8.Fp8DotGeneral)
 BODY = nn.Dense(4, dot_general_cls=jaxfp8.Fp8DotGeneral)
@@ -137,7 +136,7 @@ def test_below_jax_grad(form, gradient):
 def test_stacked_state():
     """The layers of a scan, whose state jaxfp8.grad reads before the loop."""
     recipe = jaxfp8.DelayedScaling(amax_history_len=4)
-    kernels = jnp.asarray(RNG.standard_normal((3, 4, 4)), jnp.float32)
+    kernels = normal(3, 4, 4)
     state = stacked(jaxfp8.init_state(recipe), 3)
 
     def layers(parameters, x):

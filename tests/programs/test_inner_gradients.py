@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import normal
 from equality import assert_same_bits
 from jax import lax
 from numpy.testing import assert_allclose
+from parametrize import each_row
 
 import jaxfp8
 from programs.cases import MATMUL
@@ -18,10 +20,7 @@ from programs.cases import MATMUL
 # Inner gradients with respect to x leave the state as it is.
 pytestmark = pytest.mark.filterwarnings("ignore::jaxfp8.FP8StateWarning")
 RECIPE = jaxfp8.DelayedScaling(amax_history_len=2)
-RNG = np.random.default_rng(0)
-X, KERNEL = (
-    RNG.standard_normal(shape).astype(np.float32) for shape in ((4, 8), (8, 6))
-)
+X, KERNEL = normal(4, 8), normal(8, 6, seed=1)
 LAYER = jnp.asarray(KERNEL), jaxfp8.init_state(RECIPE)
 
 
@@ -161,23 +160,23 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize("name", VALUES)
+@each_row("value", VALUES)
 @pytest.mark.parametrize(
     "differentiate",
     [jaxfp8.grad, in_jit, lambda f: jaxfp8.grad(jax.jit(f))],
     ids=["eager", "jit", "of jit"],
 )
-def test_the_value_of_an_inner_gradient(name, differentiate):
+def test_the_value_of_an_inner_gradient(value, differentiate):
     """A loss that takes the value alone has its plain gradient and next state: the
     value is differentiated once.
     """
-    gradient, state = differentiate(VALUES[name])(LAYER)
+    gradient, state = differentiate(value)(LAYER)
     expected, next_state = jax.jit(jax.grad(loss))(LAYER, X)
     assert_allclose(gradient, expected, rtol=1e-6)
     assert_same_bits(state, next_state, "state")
 
 
-EXPERTS = jnp.asarray(RNG.standard_normal((2, 8, 6)), jnp.float32)
+EXPERTS = normal(2, 8, 6)
 
 
 def loss_of_experts(layer, x):
@@ -287,11 +286,11 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@each_row("loss", REFUSED)
 @pytest.mark.parametrize(
     "differentiate", [jax.grad, jaxfp8.grad], ids=["jax.grad", "jaxfp8.grad"]
 )
-def test_refused(name, differentiate):
+def test_refused(loss, differentiate):
     """The error comes while the program is traced, and names `stop_gradient`."""
     with pytest.raises(
         TypeError,
@@ -300,4 +299,4 @@ def test_refused(name, differentiate):
             "gradient"
         ),
     ):
-        jax.eval_shape(differentiate(REFUSED[name]), LAYER)
+        jax.eval_shape(differentiate(loss), LAYER)

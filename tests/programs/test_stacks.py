@@ -8,11 +8,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
+from draws import KEY
 from parametrize import each_row
 
 import jaxfp8
 from jaxfp8.ops import _ffi
 from programs.cases import MATMUL
+from programs.linen import Stack
 
 LAYERS, ROWS, WIDTH = 5, 32, 64
 RECIPES = {
@@ -40,20 +42,8 @@ def compiled(layer, policy=None, max_grad=True) -> str:
     layer = (
         layer if policy is None else nn.remat(layer, policy=policy, prevent_cse=False)
     )
-
-    class Layers(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            scanned = nn.scan(
-                lambda module, x, _: (x + module(x), None),
-                variable_axes={"params": 0, "_overwrite_with_gradient": 0},
-                split_rngs={"params": True},
-                length=LAYERS,
-            )
-            return scanned(layer(), x, None)[0]
-
-    model, x = Layers(), jnp.ones((ROWS, WIDTH), jnp.bfloat16)
-    variables = model.init(jax.random.key(0), x)
+    model, x = Stack(layer, LAYERS), jnp.ones((ROWS, WIDTH), jnp.bfloat16)
+    variables = model.init(KEY, x)
 
     def loss(variables, x):
         return jnp.sum(

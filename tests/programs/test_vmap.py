@@ -11,29 +11,14 @@ import numpy as np
 import oracle
 import pytest
 from draws import normal
+from parametrize import each_row
 
 import jaxfp8
 from programs import cases
 from programs.known_amax import used_state
 
 B, C = 3, 2
-
-
-def gradients(function, x, kernel, state, grad):
-    """(y, dx, dkernel, next state) of a vmapped product."""
-
-    @jax.jit
-    def step(x, kernel, state, grad):
-        y, vjp = jax.vjp(function, x, kernel, state)
-        return y, *vjp(grad)
-
-    return step(x, kernel, state, grad)
-
-
-def dense(x, kernel, grad, state) -> oracle.DenseStep:
-    return oracle.dense_step(
-        x, kernel, grad, state, out_dtype=x.dtype, dgrad_dtype=x.dtype
-    )
+CURRENT = jaxfp8.Float8CurrentScaling()
 
 
 @pytest.mark.parametrize("dtype", [np.dtype(np.float32), oracle.BF16], ids=str)
@@ -52,7 +37,7 @@ def test_gradients_per_example(dtype):
         jax.grad(loss, argnums=(0, 1, 2)), in_axes=(0, None, None, 0)
     )
     dx, dkernel, got = jax.jit(per_example)(x, kernel, packed, grad)
-    steps = [dense(x[i], kernel, grad[i], state) for i in range(B)]
+    steps = [cases.one_product(x[i], kernel, grad[i], state) for i in range(B)]
     cases.assert_state(got, [step.state for step in steps])
     together = jax.tree.map(lambda leaf: jnp.max(leaf, axis=0), got)
     cases.assert_state(together, cases.one_product(x, kernel, grad, state).state)
@@ -101,20 +86,18 @@ ENSEMBLES = {
 }
 
 
-@pytest.mark.parametrize("name", ENSEMBLES)
-def test_ensembles(name):
+@each_row("function, batch, axis, state_axis, out_axis", ENSEMBLES)
+def test_ensembles(function, batch, axis, state_axis, out_axis):
     """Each member has a state, and maybe a batch; the axis of the states comes back
     where it was.
     """
-    function, batch, axis, state_axis, out_axis = ENSEMBLES[name]
     x, kernel, grad = cases.operands(*batch)
     states = [used_state(seed) for seed in range(B)]
     packed = jax.tree.map(
         lambda leaf: jnp.moveaxis(leaf, 0, state_axis), cases.pack(states)
     )
-    y, dx, _, got = gradients(
-        function, x, kernel, packed, np.moveaxis(grad, axis, out_axis)
-    )
+    y, vjp = jax.vjp(jax.jit(function), x, kernel, packed)
+    dx, _, got = vjp(jnp.moveaxis(grad, axis, out_axis))
     steps = [
         cases.one_product(
             np.take(x, i, axis), kernel, np.take(grad, i, axis), states[i]
@@ -196,30 +179,24 @@ def of_activated(x, kernel):
         jaxfp8.activated(x, "silu"),
         kernel,
         cases.MATMUL,
-        recipe=jaxfp8.Float8CurrentScaling(),
+        recipe=CURRENT,
     )
 
 
 def of_normalized(x, kernel):
     x = jaxfp8.normalized(x, jnp.ones(8), kind="rms")
-    return jaxfp8.dot_general(
-        x, kernel, cases.MATMUL, recipe=jaxfp8.Float8CurrentScaling()
-    )
+    return jaxfp8.dot_general(x, kernel, cases.MATMUL, recipe=CURRENT)
 
 
 def of_codes_once(x, kernel):
-    codes = jaxfp8.quantize_params(
-        {"kernel": kernel}, None, jaxfp8.Float8CurrentScaling(), where="kernel"
-    )["kernel"]
-    return jaxfp8.dot_general(
-        x, codes, cases.MATMUL, recipe=jaxfp8.Float8CurrentScaling()
-    )
+    codes = jaxfp8.quantize_params({"kernel": kernel}, None, CURRENT, where="kernel")[
+        "kernel"
+    ]
+    return jaxfp8.dot_general(x, codes, cases.MATMUL, recipe=CURRENT)
 
 
 def of_groups(x, kernel):
-    return jaxfp8.ragged_dot(
-        x, kernel[None], jnp.int32([3]), recipe=jaxfp8.Float8CurrentScaling()
-    )
+    return jaxfp8.ragged_dot(x, kernel[None], jnp.int32([3]), recipe=CURRENT)
 
 
 @pytest.mark.parametrize(

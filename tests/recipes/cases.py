@@ -8,6 +8,7 @@ knows nothing of the package.
 
 import dataclasses
 import functools
+import re
 
 import jax
 import numpy as np
@@ -241,34 +242,46 @@ KINDS = ("current", "rowwise", "block", "mx")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Shapes:
-    """A `lax.dot_general`, and how its operands become matrices: an einsum of single
-    dimensions.
-
-    `x`, `kernel` and `y` name the dimensions of the arrays, and b, m, k and n in
-    `order` those that make the batch, the rows of x, what is contracted and the
-    columns, one after the other.
+    """A `lax.dot_general` as an einsum of single dimensions, "x,kernel->y", and the
+    sizes of these; and how its operands become matrices.
     """
 
-    x: str
-    kernel: str
+    equation: str
     sizes: dict
-    order: dict
     x_dtype: type = F32
     kernel_dtype: type = F32
     out_dtype: type | None = None
     bias: bool = False
 
     @property
-    def y(self) -> str:
-        return self.order.get("b", "") + self.order.get("m", "") + self.order["n"]
+    def names(self) -> list[str]:
+        """The dimensions of x, the kernel and y."""
+        return re.split(",|->", self.equation)
+
+    def dims(self, kind: str) -> str:
+        """The dimensions of the batch "b", the rows of x "m", what is contracted "k"
+        and the columns "n", in the order of the operands.
+        """
+        x, kernel, y = self.names
+        kinds = {
+            "b": [d for d in x if d in kernel and d in y],
+            "m": [d for d in x if d not in kernel],
+            "k": [d for d in x if d not in y],
+            "n": [d for d in kernel if d not in x],
+        }
+        return "".join(kinds[kind])
 
     @property
     def dimension_numbers(self):
-        contract, batch = self.order["k"], self.order.get("b", "")
         return tuple(
-            tuple(tuple(of.index(d) for d in dims) for of in (self.x, self.kernel))
-            for dims in (contract, batch)
+            tuple(tuple(of.index(d) for d in self.dims(kind)) for of in self.names[:2])
+            for kind in "kb"
         )
+
+    @property
+    def dtype(self):
+        """That of y."""
+        return self.out_dtype or np.promote_types(self.x_dtype, self.kernel_dtype)
 
     def arrays(self, seed=0):
         """x, kernel, grad of y, and bias or None; sizes differ by row and column, and
@@ -279,19 +292,15 @@ class Shapes:
         def array(names, dtype, size=1.0):
             shape = [self.sizes[d] for d in names]
             values = rng.standard_normal(shape) * size
-            for axis in range(len(shape)):
-                values *= np.expand_dims(
-                    2.0 ** rng.integers(-2, 3, shape[axis]),
-                    [a for a in range(len(shape)) if a != axis],
-                )
-            return values.astype(dtype)
+            factors = [2.0 ** rng.integers(-2, 3, sides) for sides in shape]
+            return (values * functools.reduce(np.multiply.outer, factors)).astype(dtype)
 
-        out = self.out_dtype or np.promote_types(self.x_dtype, self.kernel_dtype)
-        bias = array(self.order["n"], self.kernel_dtype) if self.bias else None
+        x, kernel, y = self.names
+        bias = array(self.dims("n"), self.kernel_dtype) if self.bias else None
         return (
-            array(self.x, self.x_dtype),
-            array(self.kernel, self.kernel_dtype),
-            array(self.y, out, 2.0**-6),
+            array(x, self.x_dtype),
+            array(kernel, self.kernel_dtype),
+            array(y, self.dtype, 2.0**-6),
             bias,
         )
 
@@ -299,7 +308,7 @@ class Shapes:
         """An array with dimensions `names` as `[batch, ...]`, one dimension for each
         kind.
         """
-        dims = [self.order.get(kind, "") for kind in ("b", *kinds)]
+        dims = [self.dims(kind) for kind in ("b", *kinds)]
         ordered = np.einsum(
             f"{names}->{''.join(dims)}", array.astype(np.float64)
         ).astype(array.dtype)
@@ -309,13 +318,14 @@ class Shapes:
 
     def expected(self, rule, x, kernel, grad, bias=None) -> Step:
         if bias is not None:
-            batch = int(np.prod([self.sizes[d] for d in self.order.get("b", "")]))
+            batch = int(np.prod([self.sizes[d] for d in self.dims("b")]))
             bias = np.broadcast_to(bias.reshape(-1), (batch, bias.size))
+        of_x, of_kernel, of_y = self.names
         return step(
             rule,
-            self.matrices(x, self.x, "m", "k"),
-            self.matrices(kernel, self.kernel, "n", "k"),
-            self.matrices(grad, self.y, "m", "n"),
+            self.matrices(x, of_x, "m", "k"),
+            self.matrices(kernel, of_kernel, "n", "k"),
+            self.matrices(grad, of_y, "m", "n"),
             bias=bias,
             x_dtype=self.x_dtype,
             kernel_dtype=self.kernel_dtype,
@@ -325,73 +335,46 @@ class Shapes:
         """Raises AssertionError unless arrays are what the matrices of the oracle say,
         within its bounds.
         """
-        for name, got, names, kinds, dtype in (
-            (
-                "y",
-                y,
-                self.y,
-                "mn",
-                self.out_dtype or np.promote_types(self.x_dtype, self.kernel_dtype),
-            ),
-            ("dx", dx, self.x, "mk", self.x_dtype),
-            ("dkernel", dkernel, self.kernel, "nk", self.kernel_dtype),
-        ):
-            assert got.dtype == dtype and got.shape == tuple(
-                self.sizes[d] for d in names
-            ), (what, name, got.shape)
-            getattr(wanted, name).check(
-                self.matrices(np.asarray(got), names, *kinds), f"{what}: {name}"
-            )
+        arrays = {
+            "dx": (dx, "mk", self.x_dtype),
+            "dkernel": (dkernel, "nk", self.kernel_dtype),
+            "y": (y, "mn", self.dtype),
+        }
+        for (name, array), dims in zip(arrays.items(), self.names, strict=True):
+            got, kinds, dtype = array
+            shape = tuple(self.sizes[d] for d in dims)
+            assert (got.dtype, got.shape) == (dtype, shape), (what, name, got.shape)
+            matrices = self.matrices(np.asarray(got), dims, *kinds)
+            getattr(wanted, name).check(matrices, f"{what}: {name}")
 
 
 def dense(m, k, n, **options):
     """x `[m, k]`, kernel `[k, n]`."""
-    return Shapes(
-        "mk", "kn", {"m": m, "k": k, "n": n}, {"m": "m", "k": "k", "n": "n"}, **options
-    )
+    return Shapes("mk,kn->mn", {"m": m, "k": k, "n": n}, **options)
 
 
+_TWO = {"m": 5, "j": 6, "k": 7, "n": 4}
 SHAPES = {
     "7x5x3": dense(7, 5, 3),
     "ragged": dense(217, 41, 70),
     "blocks": dense(40, 130, 70),
     "f16": dense(9, 70, 5, x_dtype=F16, kernel_dtype=F16, bias=True),
     "bias": dense(130, 33, 7, x_dtype=BF16, out_dtype=BF16, bias=True),
-    "matrix by vector": Shapes(
-        "mk", "k", {"m": 6, "k": 40}, {"m": "m", "k": "k", "n": ""}
-    ),
-    "both transposed": Shapes(
-        "km", "nk", {"m": 35, "k": 40, "n": 6}, {"m": "m", "k": "k", "n": "n"}
-    ),
-    "batch": Shapes(
-        "bmk",
-        "bkn",
-        {"b": 3, "m": 6, "k": 40, "n": 9},
-        {"b": "b", "m": "m", "k": "k", "n": "n"},
-    ),
+    "matrix by vector": Shapes("mk,k->m", {"m": 6, "k": 40}),
+    "both transposed": Shapes("km,nk->mn", {"m": 35, "k": 40, "n": 6}),
+    "batch": Shapes("bmk,bkn->bmn", {"b": 3, "m": 6, "k": 40, "n": 9}),
     "batch inside": Shapes(
-        "mbkc",
-        "nbck",
-        {"b": 2, "c": 3, "m": 5, "k": 36, "n": 4},
-        {"b": "bc", "m": "m", "k": "k", "n": "n"},
+        "mbkc,nbck->bcmn", {"b": 2, "c": 3, "m": 5, "k": 36, "n": 4}
     ),
     "rows of two": Shapes(
-        "abk",
-        "kno",
+        "abk,kno->abno",
         {"a": 6, "b": 7, "k": 33, "n": 2, "o": 5},
-        {"m": "ab", "k": "k", "n": "no"},
         x_dtype=BF16,
         bias=True,
     ),
-    "contracts two": Shapes(
-        "mjk", "jkn", {"m": 5, "j": 6, "k": 7, "n": 4}, {"m": "m", "k": "jk", "n": "n"}
-    ),
-    "contracts two, crossed": Shapes(
-        "mjk", "kjn", {"m": 5, "j": 6, "k": 7, "n": 4}, {"m": "m", "k": "jk", "n": "n"}
-    ),
-    "transpose between": Shapes(
-        "jmk", "nkj", {"m": 5, "j": 6, "k": 7, "n": 4}, {"m": "m", "k": "jk", "n": "n"}
-    ),
+    "contracts two": Shapes("mjk,jkn->mn", _TWO),
+    "contracts two, crossed": Shapes("mjk,kjn->mn", _TWO),
+    "transpose between": Shapes("jmk,nkj->mn", _TWO),
 }
 
 

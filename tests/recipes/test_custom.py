@@ -75,26 +75,23 @@ def test_each_product_reads_its_own_codes():
     assert_layer(got, grids.layer(*grids.data(), STEPS, STEPS_T))
 
 
+def members(*operands):
+    """y, dx and dkernel of each member of a batch."""
+    each = [
+        grids.layer(*member, STEPS, STEPS_T) for member in zip(*operands, strict=True)
+    ]
+    return list(map(np.stack, zip(*each, strict=True)))
+
+
 def test_batches_are_matrices():
     """A batch dimension, and members under vmap: each a matrix, each as it is alone."""
     recipe = recipe_of(TWO_GRIDS)
-    x, kernel, grad = (
-        np.stack(arrays)
-        for arrays in zip(*(grids.data(seed) for seed in (0, 7, 9)), strict=True)
-    )
-    each = [
-        grids.layer(*arrays, STEPS, STEPS_T)
-        for arrays in zip(x, kernel, grad, strict=True)
-    ]
-    expected = [np.stack(arrays) for arrays in zip(*each, strict=True)]
-    assert_layer(
-        run(recipe, x, kernel, grad, dimension_numbers=BATCHES),
-        expected,
-    )
-    assert_layer(
-        jax.jit(jax.vmap(lambda *arrays: run(recipe, *arrays)[:3]))(x, kernel, grad),
-        expected,
-    )
+    each = [grids.data(seed) for seed in (0, 7, 9)]
+    operands = list(map(np.stack, zip(*each, strict=True)))
+    expected = members(*operands)
+    assert_layer(run(recipe, *operands, dimension_numbers=BATCHES), expected)
+    mapped = jax.jit(jax.vmap(lambda *member: run(recipe, *member)[:3]))
+    assert_layer(mapped(*operands), expected)
 
 
 # The quantizer's own product ----------------------------------------------------------
@@ -131,19 +128,6 @@ def seen_in(recipe, *arrays, **options):
 OWN = {role: OwnProduct(STEPS[role], STEPS_T[role], role) for role in STEPS}
 
 
-def test_qgemm_gets_every_product():
-    got, seen = seen_in(recipe_of(OWN), *grids.data())
-    assert [(name, kind) for name, kind, *_ in seen] == [
-        ("linear_grad_output", "dgrad"),
-        ("linear_input", "fprop"),
-        ("linear_input", "wgrad"),
-    ]
-    expected = grids.layer(*grids.data(), STEPS, STEPS_T)
-    assert_layer(
-        got, [e * factor for e, factor in zip(expected, FACTORS.values(), strict=True)]
-    )
-
-
 @pytest.mark.parametrize(
     ("owner", "products"),
     [
@@ -171,21 +155,17 @@ def test_qgemm_gets_the_products_of_its_quantizer(owner, products, others):
 
 
 def test_qgemm_with_a_bias_and_a_batch():
-    x, kernel, grad = (np.stack([a, 2 * a]) for a in grids.data())
+    """Of two quantizers with a product of their own the first operand's has it."""
+    operands = [np.stack([a, 2 * a]) for a in grids.data()]
     bias = grids.fractions((grids.N,), 5)
-    expected = [
-        grids.layer(*arrays, STEPS, STEPS_T)
-        for arrays in zip(x, kernel, grad, strict=True)
+    expected = members(*operands)
+    got, seen = seen_in(recipe_of(OWN), *operands, dimension_numbers=BATCHES, bias=bias)
+    assert_layer(got, [expected[0] + bias, 2 * expected[1], 4 * expected[2]])
+    assert [(name, kind) for name, kind, *_ in seen] == [
+        ("linear_grad_output", "dgrad"),
+        ("linear_input", "fprop"),
+        ("linear_input", "wgrad"),
     ]
-    expected = [
-        np.stack(arrays) * f
-        for arrays, f in zip(zip(*expected, strict=True), (1, 2, 4), strict=True)
-    ]
-    expected[0] = expected[0] + bias
-    got, seen = seen_in(
-        recipe_of(OWN), x, kernel, grad, dimension_numbers=BATCHES, bias=bias
-    )
-    assert_layer(got, expected)
     assert all(len(shape) == 2 for _, _, shapes, *_ in seen for shape in shapes)
 
 

@@ -13,8 +13,10 @@ import numpy as np
 import optax
 import oracle
 import pytest
+from cpu_mesh import mesh_of
+from draws import KEY
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from programs import functional
 from programs.cases import stacked
 
@@ -41,25 +43,18 @@ def steps_of(count):
     }
 
 
-def seen(x, kernel, grad, count, uses=None):
-    """{role: amax} of products that run in one step; with `uses`, x and grad have a
-    leading axis of so many.
+def seen(x, kernel, grad, count):
+    """{role: amax} of the products that run in one step, of `x[i]` and `grad[i]` where
+    these have a leading axis.
     """
-    each = (
-        [(x, kernel, grad)]
-        if uses is None
-        else [(x[i], kernel, grad[i]) for i in range(uses)]
-    )
-    amaxes = {role: 0.0 for role in ROLES}
-    for x_i, kernel_i, grad_i in each:
-        steps = steps_of(count)
-        plain = {
-            role: of
-            for role, of in steps.items()
-            if role not in ("linear_output", "linear_grad_input")
-        }
-        y, dx, _ = grids.layer(x_i, kernel_i, grad_i, plain)
-        for role, value in zip(ROLES, (x_i, kernel_i, y, grad_i, dx), strict=True):
+    steps = steps_of(count)
+    # results are seen before they are quantized
+    del steps["linear_output"], steps["linear_grad_input"]
+    amaxes = dict.fromkeys(ROLES, 0.0)
+    uses = (of.reshape(-1, *of.shape[-2:]) for of in (x, grad))
+    for x_i, grad_i in zip(*uses, strict=True):
+        y, dx, _ = grids.layer(x_i, kernel, grad_i, steps)
+        for role, value in zip(ROLES, (x_i, kernel, y, grad_i, dx), strict=True):
             amaxes[role] = max(amaxes[role], float(np.abs(value).max()))
     return amaxes
 
@@ -126,7 +121,7 @@ def test_uses_combine_by_max(program, entry):
     step = jax.jit(lambda *args: state_gradient(of_program, *args))
     for count in range(3):
         gradient = step(state, x, grad)
-        assert_state(gradient, seen(x, kernel, grad, count, uses=len(x)), count + 1)
+        assert_state(gradient, seen(x, kernel, grad, count), count + 1)
         state = jaxfp8.update_state(state, gradient)
 
 
@@ -140,7 +135,7 @@ def test_matrices_of_a_batch_combine_by_max():
         return jnp.vdot(y, grad)
 
     gradient = state_gradient(of_batch, jaxfp8.init_state(RECIPE), x, kernels)
-    assert_state(gradient, seen(x, kernel, grad, 0, uses=len(x)), 1)
+    assert_state(gradient, seen(x, kernel, grad, 0), 1)
 
 
 def test_members_keep_their_own():
@@ -189,17 +184,11 @@ def test_update_state_refuses_what_is_no_state():
 
 # Meshes -------------------------------------------------------------------------------
 
-MESH = Mesh(np.array(jax.devices()[:8]), ("data",))
-
-
-def tall():
-    return grids.data(3, m=16, n=8)
-
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map(check_vma):
     """Rows are cut; what a device quantizes is its own, the state is that of all."""
-    x, kernel, grad = tall()
+    x, kernel, grad = grids.data(3, m=16, n=8)
     recipe = jaxfp8.CustomRecipe(RECIPE.qfactory, pipeline_axes=())
 
     def of_device(state, x, kernel, grad):
@@ -212,7 +201,7 @@ def test_shard_map(check_vma):
 
     rows, whole = PartitionSpec("data"), PartitionSpec()
     specs = {"in_specs": (whole, rows, whole, rows), "out_specs": whole}
-    step = jax.shard_map(next_state, mesh=MESH, check_vma=check_vma, **specs)
+    step = jax.shard_map(next_state, mesh=mesh_of(data=8), check_vma=check_vma, **specs)
     gradient = jax.jit(step)(jaxfp8.init_state(recipe), x, kernel, grad)
     assert_state(gradient, seen(x, kernel, grad, 0), 1)
 
@@ -228,7 +217,7 @@ def linen_steps(count):
         use_bias=False,
         dot_general_cls=lambda: jaxfp8.Fp8DotGeneral(recipe=RECIPE),
     )
-    variables = layer.init(jax.random.key(0), x)
+    variables = layer.init(KEY, x)
     variables = {**variables, "params": {"kernel": kernel}}
 
     def of_variables(variables, x):

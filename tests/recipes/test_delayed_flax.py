@@ -1,6 +1,7 @@
 """Delayed scaling in Flax's own layers and TrainState."""
 
 import dataclasses
+import functools
 import inspect
 
 import flax.linen as nn
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
+from draws import KEY
 from equality import assert_same_bits
 
 import jaxfp8
@@ -19,9 +21,7 @@ def test_variables_are_those_of_flax():
     checkpoints and trainers interchange.
     """
     classes, x = (jaxfp8.Fp8DotGeneral, nn.Fp8DotGeneral), np.ones((2, 3), np.float32)
-    ours, theirs = (
-        nn.Dense(4, dot_general_cls=cls).init(jax.random.key(0), x) for cls in classes
-    )
+    ours, theirs = (nn.Dense(4, dot_general_cls=cls).init(KEY, x) for cls in classes)
     assert (
         set(ours) == {"params", "_overwrite_with_gradient"}
         and jaxfp8.OVERWRITE_WITH_GRADIENT in ours
@@ -40,9 +40,7 @@ def test_fp8_einsum_is_that_of_flax():
     """
     classes = (Fp8Einsum, nn.Fp8Einsum)
     operands = (np.ones((3, 5, 6), np.float32), np.ones((2, 3, 4, 5), np.float32))
-    assert_same_bits(
-        *(cls().init(jax.random.key(0), "emh,gecm->gech", *operands) for cls in classes)
-    )
+    assert_same_bits(*(cls().init(KEY, "emh,gecm->gech", *operands) for cls in classes))
     ours, theirs = (list(inspect.signature(cls.__call__).parameters) for cls in classes)
     assert ours == [*theirs, "out_sharding"]
     ours, theirs = (
@@ -54,17 +52,14 @@ def test_fp8_einsum_is_that_of_flax():
 def test_flax_fields():
     """A plain swap for nn.Fp8DotGeneral: its fields set history length and formats."""
     x = np.ones((2, 3), np.float32)
-
-    def make(**kwargs):
-        return jaxfp8.Fp8DotGeneral(
-            amax_history_length=7,
-            e4m3_dtype=jnp.float8_e5m2,
-            e5m2_dtype=jnp.float8_e5m2,
-            **kwargs,
-        )
-
+    make = functools.partial(
+        jaxfp8.Fp8DotGeneral,
+        amax_history_length=7,
+        e4m3_dtype=jnp.float8_e5m2,
+        e5m2_dtype=jnp.float8_e5m2,
+    )
     layer = nn.Dense(4, dot_general_cls=make, use_bias=False)
-    variables = layer.init(jax.random.key(0), x)
+    variables = layer.init(KEY, x)
     state = variables[jaxfp8.OVERWRITE_WITH_GRADIENT]["Fp8DotGeneral_0"]
     assert state["input_amax_history"].shape == (7,)
     # 300 is no e5m2 number. Without a backward the empty histories would give way to

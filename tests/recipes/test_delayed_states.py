@@ -26,33 +26,23 @@ NAN, INF = F32(np.nan), F32(np.inf)
 STATES = {
     "clean": ([3, 1, 2, 0], 0.5),
     "non-finite entries": ([NAN, 2, -NAN, INF], 0.5),
-    "negative zero": ([-0.0, -0.0, -0.0, -0.0], 0.25),
     "nothing usable in the history": ([-0.0, -NAN, NAN, INF], 0.25),
     "empty, scale kept": ([0, 0, 0, 0], 0.003),
     "scale 0": ([0, 0, 0, 0], 0.0),
-    "scale 0 with a history": ([0, 7, 0, 0], 0.0),
-    "scale -0": ([0, 0, 0, 0], -0.0),
     "scale NaN": ([0, 0, 0, 0], NAN),
-    "scale Inf": ([0, 0, 0, 0], INF),
-    "scale NaN with a history": ([1, 2, 3, 4], NAN),
     "scale Inf with a history": ([1, 2, 3, 4], INF),
-    "scale out of range below": ([0, 0, 0, 0], 1e-45),
     "scale out of range above": ([0, 0, 0, 0], 3e38),
-    "amax below 5e-36": ([1e-37, 2e-38, 0, 0], 1.0),
     "smallest amax": ([1e-45, 0, 0, 0], 1.0),
-    "largest amax": ([3.4e38, 0, 0, 0], 1.0),
 }
 
 
 # What no step makes and an optimizer's step does: the scale is NaN.
 BELOW_ZERO = {
-    "newest entry": ([-5, 2, 1, 1], 0.5),
     "oldest entry, which is dropped": ([3, -5, 1, 1], 0.5),
     "entry -inf": ([3, 1, -INF, NAN], 0.5),
     "entry subnormal, the others empty": ([0, 0, -1e-45, 0], 0.5),
     "scale": ([0, 0, 0, 0], -3.0),
     "scale subnormal, with a history": ([3, 1, 2, 1], -1e-45),
-    "scale -inf, with a history": ([3, 1, 2, 1], -INF),
 }
 OPTIONS = {
     "max": {},

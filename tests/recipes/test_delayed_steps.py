@@ -38,34 +38,26 @@ def test_scripted_steps(dtype, name):
 
 
 OPTIONS = {
-    "margin 3": ({"margin": 3}, oracle.Options(margin=3)),
-    "margin -2": ({"margin": -2}, oracle.Options(margin=-2)),
-    "most_recent": (
-        {"amax_compute_algo": "most_recent"},
-        oracle.Options(amax_compute_algo="most_recent"),
-    ),
-    "callable": (
-        {"amax_compute_algo": newest_two},
-        oracle.Options(amax_compute_algo=newest_two),
-    ),
-    "first_step current": (
-        {"first_step": "current"},
-        oracle.Options(first_step="current"),
-    ),
-    "current, most_recent, margin": (
-        {"first_step": "current", "amax_compute_algo": "most_recent", "margin": 1},
-        oracle.Options(margin=1, amax_compute_algo="most_recent", first_step="current"),
-    ),
+    "margin 3": {"margin": 3},
+    "margin -2": {"margin": -2},
+    "most_recent": {"amax_compute_algo": "most_recent"},
+    "callable": {"amax_compute_algo": newest_two},
+    "first_step current": {"first_step": "current"},
+    "current, most_recent, margin": {
+        "first_step": "current",
+        "amax_compute_algo": "most_recent",
+        "margin": 1,
+    },
 }
 
 
-@each_row("keywords, options", OPTIONS)
-def test_options(keywords, options):
+@each_row("options", OPTIONS)
+def test_options(options):
     """Without subnormal amaxes, which XLA reads as 0 in a function of a user's."""
     compare_run(
-        jaxfp8.DelayedScaling(amax_history_len=4, **keywords),
+        jaxfp8.DelayedScaling(amax_history_len=4, **options),
         itertools.islice(scripted_run(np.float32), 16),
-        options,
+        oracle.Options(**options),
     )
 
 

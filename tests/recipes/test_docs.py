@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 import snippets
+from draws import KEY
 
 import jaxfp8
+from recipes.cases import MATMUL
 
 BY_NAME = re.findall(
     r"^\| [^|`]+.* \| `(\w+\(.*?\))` \| .* \|$",
@@ -27,12 +29,12 @@ def test_the_table_is_read():
 def test_a_recipe_by_its_name_runs(code):
     rows = jaxfp8.Float8RowwiseScaling(jaxfp8.Format.E4M3)
     recipe = eval(code, vars(jaxfp8) | {"rows": rows})
-    dimensions, state = (((1,), (0,)), ((), ())), jaxfp8.init_state(recipe)
+    state = jaxfp8.init_state(recipe)
 
     def product(x, kernel, state):
-        y = jaxfp8.dot_general(x, kernel, dimensions, recipe=recipe, state=state)
+        y = jaxfp8.dot_general(x, kernel, MATMUL, recipe=recipe, state=state)
         return jnp.sum(y)
 
-    x = jax.random.normal(jax.random.key(0), (32, 128))
+    x = jax.random.normal(KEY, (32, 128))
     gradients = jax.grad(product, argnums=(0, 1, 2))(x, jnp.ones((128, 64)), state)
     assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))

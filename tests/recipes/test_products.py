@@ -41,7 +41,7 @@ def test_results(name, shapes):
     y, dx, dkernel, dbias = cases.run(shapes, recipe, x, kernel, grad, bias)
     shapes.check(shapes.expected(rule, x, kernel, grad, bias), y, dx, dkernel, name)
     if bias is not None:
-        sums = shapes.matrices(grad, shapes.y, "m", "n")
+        sums = shapes.matrices(grad, shapes.names[2], "m", "n")
         assert (
             len(sums) == 1 and dbias.dtype == bias.dtype and dbias.shape == bias.shape
         )

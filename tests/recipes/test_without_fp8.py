@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
+from draws import KEY
 from flax import nnx
 
 import jaxfp8
@@ -22,8 +23,7 @@ X = jnp.ones((4, 8))
 
 def said(function) -> list[str]:
     """Return the texts of the FP8StateWarnings of a call."""
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as found:
         function()
     assert all(w.filename == __file__ for w in found), (
         "a warning points at the line of the user"
@@ -52,7 +52,7 @@ class Model(nn.Module):
 
 def test_rules_that_match_nothing():
     """Linen says so where the model runs."""
-    variables = Model().init(jax.random.key(0), X)
+    variables = Model().init(KEY, X)
     for path in ("Dense", "body"):
         model = jaxfp8.quantize(Model(), [(path, DELAYED), ("other", None)])
         (text,) = said(lambda model=model: jax.eval_shape(model.apply, variables, X))
@@ -62,7 +62,7 @@ def test_rules_that_match_nothing():
         )
     cell = nn.OptimizedLSTMCell(8)  # it multiplies arrays itself
     rnn = jaxfp8.quantize(nn.RNN(cell), [(".*", DELAYED)])
-    (text,) = said(lambda: jax.eval_shape(rnn.init, jax.random.key(0), X[None]))
+    (text,) = said(lambda: jax.eval_shape(rnn.init, KEY, X[None]))
     assert "The layers are none" in text
     linear = lambda: nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))  # noqa: E731
     (text,) = said(lambda: jaxfp8.quantize(linear(), [("Linear", DELAYED)]))
@@ -79,11 +79,11 @@ def test_rules_that_say_nothing(block):
     """A method that runs a part of the model; a block that nn.jit has kept, which runs
     unseen; a submodule.
     """
-    variables = Model(block).init(jax.random.key(0), X)
+    variables = Model(block).init(KEY, X)
     model = jaxfp8.quantize(Model(block), [("body/.*", DELAYED), ("head", None)])
     assert said(lambda: model.apply(variables, X, method="decode")) == []
     for _ in range(2):
-        assert said(lambda: model.init(jax.random.key(0), X)) == []
+        assert said(lambda: model.init(KEY, X)) == []
     assert said(lambda: model.bind(variables).head(X)) == []
     off = jaxfp8.quantize(Model(block), [(".*", None)])
     assert said(lambda: off.apply(variables, X)) == []
@@ -93,11 +93,11 @@ def test_one_rule_of_a_list_matches_nothing():
     """The rule is named once: in Linen where the whole model's variables are, in NNX by
     quantize.
     """
-    variables = Model().init(jax.random.key(0), X)
+    variables = Model().init(KEY, X)
     model = jaxfp8.quantize(
         Model(), [("heda", None), ("body", DELAYED), ("head|body/.*", DELAYED)]
     )
-    assert said(lambda: model.init(jax.random.key(0), X)) == []
+    assert said(lambda: model.init(KEY, X)) == []
     (text,) = said(lambda: model.apply(variables, X, method="decode"))
     assert (
         "no layer of Model matches 'heda': a regex" in text
@@ -169,7 +169,7 @@ def test_lists_whose_rules_all_match_something(block):
         ("model/head", None),
     ]
     model = jaxfp8.quantize(Mixed(), rules)
-    variables = model.init(jax.random.key(0), X)
+    variables = model.init(KEY, X)
     assert said(lambda: [model.apply(variables, X) for _ in range(2)]) == []
     assert (
         said(lambda: jax.jit(jaxfp8.quantize(Mixed(), rules).apply)(variables, X)) == []
@@ -212,7 +212,7 @@ def test_products_of_a_modules_own_code():
     """
 
     def runs(model):
-        return lambda: model.apply(model.init(jax.random.key(0), X), X)
+        return lambda: model.apply(model.init(KEY, X), X)
 
     (text,) = said(runs(jaxfp8.quantize(OwnProducts(), ALL)))
     assert "as with 'large 8x16', 'small 8x8': where these are multiplied" in text

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
+from draws import KEY
 from equality import assert_same_bits
 from programs.known_amax import HISTORY, OPERANDS as OPERANDS, RECIPES, leaves, merged
 
@@ -24,7 +25,7 @@ LAYER = nn.Dense(
 
 def variables():
     """First variables of the layer."""
-    return LAYER.init(jax.random.key(0), np.ones((M, K), np.float32))
+    return LAYER.init(KEY, np.ones((M, K), np.float32))
 
 
 def batch(seed: int, size: float = 1.0):

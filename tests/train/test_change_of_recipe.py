@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from draws import normal
+from draws import KEY, normal
 from equality import assert_same_bits
 from flax import nnx, traverse_util
 
@@ -55,7 +55,7 @@ def linen_step(train, x):
 def linen_train():
     model = linen_model(DELAYED)
     train = jaxfp8.linen.TrainState.create(
-        apply_fn=model.apply, params=model.init(jax.random.key(0), X[0]), tx=TX
+        apply_fn=model.apply, params=model.init(KEY, X[0]), tx=TX
     )
     for x in X[:3]:
         train = linen_step(train, x)
@@ -89,7 +89,6 @@ def test_linen(name):
     recipe = RECIPES[name]
     train = linen_train()
     changed = changed_linen(train, recipe)
-    assert_same_bits(but_state(changed), but_state(train))
     # 1. What the new model has by itself: state of quantizers that stay, or empty.
     fresh = linen_model(recipe).init(jax.random.key(1), X[0]).get(OWG, {})
     fresh = traverse_util.flatten_dict(fresh)
@@ -121,12 +120,6 @@ def test_a_region_in_bfloat16():
         plain = linen_step(plain, x)
     assert_same_bits(but_state(after), but_state(plain))
     assert_same_bits(after.params[OWG], train.params[OWG], "state")
-    state = traverse_util.flatten_dict(train.params[OWG])
-    back = linen_step(after, X[5])
-    anew = linen_step(built_anew(after, DELAYED, state), X[5])
-    assert_same_bits(
-        (back.params, back.opt_state), (anew.params, anew.opt_state), "back"
-    )
 
 
 def state_of(model):

@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from draws import KEY
 from parametrize import each_row
 
 import jaxfp8
 
-X = jax.random.normal(jax.random.key(0), (8, 16)) * 3
+X = jax.random.normal(KEY, (8, 16)) * 3
 RECIPE = jaxfp8.DelayedScaling(amax_history_len=4)
 LAYER = nn.Dense(4, dot_general_cls=jaxfp8.make_dot_general_cls(RECIPE))
 

@@ -2,6 +2,7 @@
 every product.
 """
 
+import functools
 import re
 
 import jax
@@ -14,6 +15,7 @@ from draws import normal
 from equality import assert_same_bits
 from jax import lax
 from mesh import hlo
+from parametrize import each_row
 from programs import cases
 from programs.known_amax import HISTORY, used_state
 
@@ -25,12 +27,7 @@ MICROBATCHES = 3
 
 def two_layers():
     """Parameters, states with a history behind them, microbatches `[n, rows, K]`."""
-    rng = np.random.default_rng(0)
-    params = {
-        "up": rng.standard_normal((cases.K, 8)),
-        "down": rng.standard_normal((8, cases.N)),
-    }
-    params = {name: kernel.astype(np.float32) for name, kernel in params.items()}
+    params = {"up": normal(cases.K, 8), "down": normal(8, cases.N, seed=1)}
     states = {name: cases.pack(used_state(i)) for i, name in enumerate(params)}
     x, _, grad = cases.operands(MICROBATCHES)
     return params, states, x, grad
@@ -120,7 +117,7 @@ WITHOUT_STATE = {
 }
 
 
-@pytest.mark.parametrize("recipe", WITHOUT_STATE.values(), ids=WITHOUT_STATE)
+@each_row("recipe", WITHOUT_STATE)
 def test_kernels_by_their_paths(recipe):
     """Without state a regex names them; they give the bits of products that
     quantize.
@@ -239,47 +236,37 @@ def test_codes_that_are_gathered(check_vma):
     """FSDP by hand: bytes cross devices, no kernel does; the kernel's gradient comes
     back scattered.
     """
-    mesh = mesh_of(fsdp=2)
     recipe = jaxfp8.DelayedScaling(amax_history_len=HISTORY, pipeline_axes=())
     x, kernel, grad = cases.operands()
     state = cases.pack(used_state())
-
-    def product(x, kernel):
-        return jaxfp8.dot_general(x, kernel, cases.MATMUL, recipe=recipe, state=state)
+    cut = jax.sharding.PartitionSpec("fsdp")
 
     def gather(a):
         return lax.all_gather(a, "fsdp", axis=0, tiled=True)
 
-    def step(x, kernel, grad):
-        def loss(kernel):
-            quantized = jaxfp8.quantize_params({"a": kernel}, {"a": state}, recipe)[
-                "a"
-            ].map(gather)
-            y = product(x, quantized)
-            return jnp.sum(y * grad), y
-
-        gradient, y = jax.grad(loss, has_aux=True)(kernel)
-        return y, gradient
-
-    P = jax.sharding.PartitionSpec
-    step = jax.jit(
-        jax.shard_map(
-            step,
-            mesh=mesh,
-            in_specs=P("fsdp"),
-            out_specs=P("fsdp"),
-            check_vma=check_vma,
-        )
+    @jax.jit
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh_of(fsdp=2),
+        in_specs=cut,
+        out_specs=cut,
+        check_vma=check_vma,
     )
+    def step(x, kernel, grad):
+        def product(kernel):
+            quantized = jaxfp8.quantize_params({"a": kernel}, {"a": state}, recipe)
+            codes = quantized["a"].map(gather)
+            return jaxfp8.dot_general(
+                x, codes, cases.MATMUL, recipe=recipe, state=state
+            )
+
+        y, vjp = jax.vjp(product, kernel)
+        return y, *vjp(grad)
+
     with pytest.warns(jaxfp8.FP8StateWarning):
         y, gradient = step(x, kernel, grad)
         text = step.lower(x, kernel, grad).compile().as_text()
     expected = cases.one_product(x, kernel, grad, used_state())
     expected.check(y=y, wgrad=gradient)
-    gathered = [
-        dtype
-        for c in hlo.collectives(text)
-        if c.kind == "all-gather"
-        for dtype, _ in c.results
-    ]
-    assert gathered and set(gathered) == {"u8"}, gathered
+    gathers = [c for c in hlo.collectives(text) if c.kind == "all-gather"]
+    assert {dtype for c in gathers for dtype, _ in c.results} == {"u8"}

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from draws import KEY
 from equality import assert_same_bits
 from flax import serialization
 from flax.training import train_state
+from parametrize import each_row
 from recipes import grids
 
 import jaxfp8
@@ -88,12 +90,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_run_has_the_bits_of_the_same_run_without_it(case):
-    cls, recipe, tx = CASES[case]
+@each_row("cls, recipe, tx", CASES)
+def test_a_run_has_the_bits_of_the_same_run_without_it(cls, recipe, tx):
     rules = [("head", jaxfp8.DelayedScaling(amax_history_len=2)), (".*", recipe)]
     model = jaxfp8.quantize(Model(), rules)
-    variables = jax.jit(model.init)(jax.random.key(0), inputs(0))
+    variables = jax.jit(model.init)(KEY, inputs(0))
     plain = cls.create(apply_fn=model.apply, params=variables, tx=tx)
     if cls is train_state.TrainState:  # its create shows tx all variables
         stacked = stack_state(plain)

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from draws import KEY
 from flax import linen as nn, nnx
+from parametrize import each_row
 
 import jaxfp8
 from jaxfp8.recipes import _state_tree
@@ -86,7 +88,7 @@ CONTAINERS = {
 }
 
 
-@pytest.mark.parametrize("make, names, parameters", CONTAINERS.values(), ids=CONTAINERS)
+@each_row("make, names, parameters", CONTAINERS)
 def test_quantizers_are_found(make, names, parameters):
     tree = make()
     found = _state_tree.flatten(tree)
@@ -179,7 +181,7 @@ def test_state_that_weight_norm_takes_for_a_kernel_is_refused():
     """
     dense = nn.Dense(8, dot_general_cls=jaxfp8.Fp8DotGeneral)
     x = jnp.ones((4, 16))
-    variables = nn.WeightNorm(dense).init(jax.random.key(0), x)
+    variables = nn.WeightNorm(dense).init(KEY, x)
     name = (
         "layer_instance/Fp8DotGeneral_0/kernel_amax_history/scale: name the kernel "
         "alone"
@@ -194,6 +196,4 @@ def test_state_that_weight_norm_takes_for_a_kernel_is_refused():
         with pytest.raises(ValueError, match=name):
             use()
     kernel = nn.WeightNorm(dense, variable_filter={"layer_instance/kernel"})
-    jaxfp8.grad(lambda variables: kernel.apply(variables, x).sum())(
-        kernel.init(jax.random.key(0), x)
-    )
+    jaxfp8.grad(lambda variables: kernel.apply(variables, x).sum())(kernel.init(KEY, x))

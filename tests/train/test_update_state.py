@@ -177,22 +177,12 @@ SCALES = (0.5, 2.0**-16)
 OTHERS = (1 / 3, 0.0317, 0.985, 1.5, 1.03, -0.01)
 
 
-def in_layer(state):
-    return {"block": {"Dense_0": state, "Dense_1": old_state()}}
-
-
 @pytest.mark.parametrize("factor", [*SUMS, *SCALES, *OTHERS[:3]])
 def test_raises_outside_of_jit(factor):
     """The message names the quantizer, the factor, the cause and the remedy."""
-    old = in_layer(old_state())
-    good = {"block": {"Dense_0": made(old_state()), "Dense_1": made(old_state())}}
-    update_state(old, good)
-    bad = {
-        "block": {
-            "Dense_0": times(factor, made(old_state())),
-            "Dense_1": made(old_state()),
-        }
-    }
+    good = made(old_state())
+    old = {"block": dict.fromkeys(("Dense_0", "Dense_1"), old_state())}
+    bad = {"block": {"Dense_0": times(factor, good), "Dense_1": good}}
     cause, remedy = (
         ("summed", "max_grad")
         if factor > 1
@@ -402,9 +392,7 @@ RECIPES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "recipe", RECIPES, ids=[f"recipe{i}" for i in range(len(RECIPES))]
-)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_no_false_alarm(recipe):
     """Steps as dot_general makes them pass bitwise, whatever the recipe and the size of
     the data.
