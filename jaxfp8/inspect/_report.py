@@ -33,7 +33,25 @@ from ..recipes import (
 )
 
 _COLUMNS = ("layer", "kind", "input", "kernel", "recipe", "why")
-_NO_PRODUCT = "it has no FP8 product; code of your own can use Fp8Einsum"
+_NO_PRODUCT = {
+    (nn.MultiHeadDotProductAttention, nnx.MultiHeadAttention): (
+        "attention scores have no FP8 product; its query, key, value and out are layers"
+    ),
+    (
+        nn.Conv,
+        nn.ConvTranspose,
+        nn.ConvLocal,
+        nnx.Conv,
+        nnx.ConvTranspose,
+    ): "convolutions have no FP8 product",
+    (nn.Embed, nnx.Embed): "an embedding is looked up, and attend has no FP8 product",
+    nnx.LoRA: "its products are of arrays, and have no FP8 product",
+    nnx.bridge.ToNNX: (
+        "a Linen module; give it its rules with linen.quantize, before the bridge"
+    ),
+}
+
+_OWN_ARRAYS = "rules do not reach products in its code; use Fp8Einsum there"
 
 # This context is part of jit's cache key, so that blocks in nn.jit are traced anew for
 # each report; the methods of a cached block would not run.
@@ -169,24 +187,26 @@ class _Rows:
 
     def add_other(self, path, module, decided, takes_rules, *shapes) -> None:
         """Add a module without an FP8 product: a layer that rules leave in high
-        precision or that has another product, and any module that has a matrix.
+        precision or that has another product, and any module where a rule matches it in
+        vain, or where it multiplies arrays.
         """
         _, kernel = shapes
         rule = None if decided is None else decided.rule
         recipe = None
+        reason = _why_no_product(module)
         if takes_rules:
             why = _own_product(module) if rule is None else self.use(decided)
             # Layers that run together have no products of their own.
             if rule is not None and rule.layers is not None:
                 recipe = rule.recipe
-        elif kernel is None:
-            return
-        elif rule is None:
-            why = f"no rule; {_NO_PRODUCT}"
-        else:
+        elif rule is not None and (reason or kernel):
             why = self.use(decided)
             if rule.recipe is not None:
-                why = f"skipped: {_NO_PRODUCT} ({why})"
+                why = f"skipped: {reason or _OWN_ARRAYS} ({why})"
+        elif kernel and not reason:
+            why = f"no rule; {_OWN_ARRAYS}"
+        else:
+            return
         self.add(path, module, recipe, why, *shapes)
 
     def use(self, decided: Decision) -> str:
@@ -201,6 +221,13 @@ class _Rows:
                 if (region, i) not in self.used:
                     texts.append(_rule_text(i, rule))
         return texts
+
+
+def _why_no_product(module) -> str | None:
+    for classes, text in _NO_PRODUCT.items():
+        if isinstance(module, classes):
+            return text
+    return None
 
 
 def _linen_rows(model, variables, args, kwargs) -> _Rows:

@@ -62,7 +62,7 @@ def quantize(model: Tree, rules: Rules) -> Tree:
     have the names that `dot_general_cls=Fp8DotGeneral` gives them, so checkpoints
     interchange; the state of an `nn.Einsum` is under `Fp8Einsum_0`. Convolutions,
     attention scores and `nn.Embed.attend` have no FP8 product; `jaxfp8.report` names
-    those of them that hold a matrix. No rule reaches a call of `jax.lax.ragged_dot`.
+    those of them that a rule matches. No rule reaches a call of `jax.lax.ragged_dot`.
 
     In place of a recipe `Dense.of("query", "key", "value")` makes layers of a module
     that the regex matches one product, and `GatedMLP.of(gate=, up=, down=)` makes three

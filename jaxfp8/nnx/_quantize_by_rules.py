@@ -52,7 +52,7 @@ def quantize(model: Tree, rules: Rules) -> Tree:
     may name a product of these classes that another module holds by its own path or by
     that of the module. Layers that `nnx.vmap` has stacked along the first axis get
     stacked state. Convolutions, attention scores, LoRA and `nnx.Embed.attend` have no
-    FP8 product; `jaxfp8.report` names those of them that hold a matrix. No rule
+    FP8 product; `jaxfp8.report` names those of them that a rule matches. No rule
     reaches a call of `jax.lax.ragged_dot`.
 
     In place of a recipe `Linear.of("query", "key", "value")` makes layers of a module

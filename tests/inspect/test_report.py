@@ -38,7 +38,10 @@ class Nnx(nnx.Module):
         self.embed = nnx.Embed(4, 8, rngs=rngs)
 
 
-SKIPPED = "skipped: it has no FP8 product; code of your own can use Fp8Einsum (rule 2"
+SCORES = (
+    "skipped: attention scores have no FP8 product; its query, key, value and out are "
+    "layers (rule 2 'mix|attn|"
+)
 RULES = [("attn/(query|key)", A), ("own", None), ("mix|attn|conv|embed|norm", CURRENT)]
 
 
@@ -57,13 +60,14 @@ def expect(rows, wanted):
         assert row["why"].startswith(why), row
 
 
-def wanted(general, dense, einsum):
+def wanted(attention, general, dense, einsum):
     return {
+        "attn": (attention, None, None, SCORES),
         "attn/query": (general, (8, 2, 4), A, "rule 0 'attn/(query|key)'"),
         "attn/key": (general, (8, 2, 4), A, "rule 0"),
         "attn/value": (general, (8, 2, 4), None, "no rule"),
         "attn/out": (general, (2, 4, 8), None, "no rule"),
-        "conv": ("Conv", (3, 8, 8), None, SKIPPED),
+        "conv": ("Conv", (3, 8, 8), None, "skipped: convolutions"),
         "mix": (einsum, (8, 8), CURRENT, "rule 2"),
         "own": (dense, (8, 8), None, "rule 1 'own'"),
         "code": (
@@ -72,14 +76,16 @@ def wanted(general, dense, einsum):
             jaxfp8.DelayedScaling(),
             "default",
         ),
-        "embed": ("Embed", (4, 8), None, SKIPPED),
+        "embed": ("Embed", (4, 8), None, "skipped: an embedding"),
     }  # fmt: skip
 
 
 def test_linen(capsys):
     report = jaxfp8.report(linen.quantize(Linen(), RULES), X, train=True)
     rows = by_layer(report)
-    expect(rows, wanted("DenseGeneral", "Dense", "Einsum"))
+    expect(
+        rows, wanted("MultiHeadDotProductAttention", "DenseGeneral", "Dense", "Einsum")
+    )
     assert rows["attn/out"]["input"] == (2, 6, 2, 4)
     assert rows["mix"]["input"] == (
         2,
@@ -180,7 +186,7 @@ def test_a_model_whose_apply_takes_other_arguments():
 
 def test_nnx():
     rows = by_layer(jaxfp8.report(jaxfp8.nnx.quantize(Nnx(nnx.Rngs(0)), RULES)))
-    expect(rows, wanted("LinearGeneral", "Linear", "Einsum"))
+    expect(rows, wanted("MultiHeadAttention", "LinearGeneral", "Linear", "Einsum"))
 
 
 def test_models_without_rules():
@@ -189,7 +195,7 @@ def test_models_without_rules():
         "own": jaxfp8.DelayedScaling(),
         "code": jaxfp8.DelayedScaling(),
     }
-    assert "conv" not in rows and rows["embed"]["why"].startswith("no rule; it has no")
+    assert "conv" not in rows and "embed" not in rows
     for cls, recipe, why in (
         (jaxfp8.make_dot_general_cls(A), A, "own recipe"),
         (nn.Fp8DotGeneral, None, "own Fp8DirectDotGeneralOp"),
