@@ -79,12 +79,10 @@ UNBOUND = (
     r"Fp8DotGeneral: expected a call from a Linen module.* takes "
     r"dot_general=jaxfp8\.nnx\.Fp8DotGeneral\(recipe\)"
 )
-NNX_INSTANCE = (
-    r"Fp8DotGeneral: expected a call with operands.* in NNX pass the instance as "
-    r"dot_general="
-)
-LINEN_INSTANCE = (
-    "{}: expected a class or a function that makes a product, got an instance; pass {}="
+INSTANCE = (
+    r"{}: expected a call with operands.* in Linen pass the class, "
+    r"dot_general_cls=jaxfp8\.linen\.Fp8DotGeneral, for einsums "
+    r"jaxfp8\.linen\.Fp8Einsum; in NNX pass the instance as dot_general="
 )
 EINSUM = nn.Einsum((8, 8), "abi,io->abo")
 FP8_EINSUM = jaxfp8.quantize(EINSUM, [(".*", jaxfp8.Float8CurrentScaling())])
@@ -121,24 +119,19 @@ CASES = {
     ),
     "instance of NNX as a class in nn.Dense": (
         lambda: dense(dot_general_cls=jaxfp8.nnx.Fp8DotGeneral()),
-        NNX_INSTANCE + r".*Linen takes the class jaxfp8\.linen\.Fp8DotGeneral",
+        INSTANCE.format("Fp8DotGeneral"),
     ),
     "instance as a class in nn.Dense": (
         lambda: dense(dot_general_cls=jaxfp8.Fp8DotGeneral()),
-        LINEN_INSTANCE.format("Dense: dot_general_cls", "dot_general_cls")
-        + "jaxfp8.linen.Fp8DotGeneral",
+        INSTANCE.format("Fp8DotGeneral"),
     ),
     "instance as a class of scores": (
         lambda: linen_attention(jaxfp8.linen.Fp8Einsum()),
-        LINEN_INSTANCE.format(
-            "MultiHeadDotProductAttention: qk_attn_weights_einsum_cls",
-            "qk_attn_weights_einsum_cls",
-        )
-        + "jaxfp8.linen.Fp8Einsum",
+        INSTANCE.format("Fp8Einsum"),
     ),
     "product as a class of scores": (
         lambda: linen_attention(jaxfp8.Fp8DotGeneral()),
-        "qk_attn_weights_einsum_cls=jaxfp8.linen.Fp8Einsum",
+        INSTANCE.format("Fp8DotGeneral"),
     ),
     "class as a product in nn.Dense": (
         lambda: dense(dot_general=jaxfp8.Fp8DotGeneral),

@@ -43,13 +43,13 @@ def load(path: pathlib.Path):
 
 def count_uses() -> list:
     """A list that grows by one with each product of a module of ours."""
-    uses, original = [], Fp8Module.read_state
+    uses, original = [], Fp8Module._read_state
 
     def counted(self, recipe):
         uses.append(type(self).__name__)
         return original(self, recipe)
 
-    Fp8Module.read_state = counted
+    Fp8Module._read_state = counted
     return uses
 
 

@@ -3,7 +3,7 @@ wgrad; fused inputs.
 """
 
 from ._autodiff import Static, vmapped_state, warn_of_state
-from ._calls import DotGeneralCall, EinsumCall, NoClassAsProduct, RaggedDotCall
+from ._calls import DotGeneralCall, EinsumCall, RaggedDotCall, StatefulProduct
 from ._compute_dtype import (
     gated_activation,
     linear,

@@ -1,11 +1,8 @@
-"""The calls of objects that hold the recipe and the state of a product, which the
-products of Linen and NNX share.
-
-Such an object has `_naming(kernel)`, a context that names its layer, and
-`_product(x, kernel, dimension_numbers, by=dot_general)`, which gives `dot_general`, or
-`by` in its place, with recipe and state for these operands, or with frozen codes.
+"""The base of objects that hold the recipe and the state of a product, and their calls,
+which the products of Linen and NNX share.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -14,18 +11,24 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..ops import ClampedSwiGLU
 from ..recipes import QTensor
+from . import _contexts, _frozen
 from ._compute_dtype import compute_dtype
+from ._dot_general import dot_general
 from ._einsum import einsum_by
 from ._fused_input import Activated, Normalized
 from ._ragged_dot import ragged_dot
 
 
-class NoClassAsProduct:
-    """Refuses the call of a layer that was given the class, and calls it as a
-    product.
+class StatefulProduct:
+    """The base of objects that hold the recipe and the state of a product.
+
+    Such an object has `_naming(kernel)`, a context that names its layer;
+    `_current_recipe()`; `_read_state(recipe)`; and `_frozen_arrays()`, those of
+    `jaxfp8.freeze` or None.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        # A layer that was given the class calls it as a product.
         if "precision" in kwargs:
             name = cls.__name__
             raise TypeError(
@@ -36,10 +39,47 @@ class NoClassAsProduct:
             )
         return super().__new__(cls)
 
+    def _product(
+        self, x, kernel, dimension_numbers, by=dot_general
+    ) -> Callable[..., jax.Array]:
+        """Get `jaxfp8.dot_general`, or `by` in its place, for these operands: with the
+        recipe and the state of this object, or with the codes of `jaxfp8.freeze`.
+        """
+        observe = _contexts.observed_by.value
+        if observe is not None:
+            observe(self, x, kernel, dimension_numbers)
+        recipe, frozen = self._current_recipe(), self._frozen_arrays()
+        if frozen is not None:
+            return functools.partial(_frozen.multiply, frozen, recipe=recipe, by=by)
+        return functools.partial(by, recipe=recipe, state=self._read_state(recipe))
+
+
+def _with_operands(call):
+    """Wrap the `__call__` of a product: a layer calls its `dot_general_cls` without
+    operands, for a product.
+    """
+
+    @functools.wraps(call)
+    def checked(self, *operands, **options):
+        if not operands and not options:
+            name = type(self).__name__
+            raise TypeError(
+                f"{name}: expected a call with operands, got a call without them: a "
+                "layer was given an instance as a class, such as dot_general_cls or "
+                "qk_attn_weights_einsum_cls; in Linen pass the class, "
+                "dot_general_cls=jaxfp8.linen.Fp8DotGeneral, for einsums "
+                "jaxfp8.linen.Fp8Einsum; in NNX pass the instance as dot_general= or "
+                "qkv_dot_general=, or change the finished model with jaxfp8.quantize"
+            )
+        return call(self, *operands, **options)
+
+    return checked
+
 
 class DotGeneralCall:
     """A call like `jax.lax.dot_general`."""
 
+    @_with_operands
     def __call__(
         self,
         x: ArrayLike | Activated | Normalized,
@@ -68,6 +108,7 @@ class DotGeneralCall:
 class EinsumCall:
     """A call like `jnp.einsum`."""
 
+    @_with_operands
     def __call__(
         self,
         eqn: str,
@@ -95,6 +136,7 @@ class EinsumCall:
 class RaggedDotCall:
     """A call like `jax.lax.ragged_dot`."""
 
+    @_with_operands
     def __call__(
         self,
         lhs: ArrayLike | Activated | Normalized | QTensor,

@@ -27,6 +27,10 @@ def current_layer() -> str | None:
     return _layer.get()
 
 
+# A function of `(product, x, kernel, dimension_numbers)` that is called by the products
+# of Linen and NNX with their operands, or None. Part of jit's cache key.
+observed_by = jax.make_user_context(None)
+
 _HIGH_PRECISION = "high precision: "
 _GEMM = "gemm: "
 

@@ -23,30 +23,11 @@ from ._layout import checked_numbers, layouts, size
 
 KERNEL = "kernel"
 KERNEL_SCALE_INV = "kernel_scale_inv"
-# Name of the flag that a product, while it is being frozen, was called with a second
-# kernel.
-HAS_ANOTHER = "has_another_kernel"
 INPUT_SCALE = "input_scale"
 INPUT_SCALE_INV = "input_scale_inv"
 
 # The quantizers that `freeze` gives fixed scales, by their names in Flax's variables.
 _FIXED = ("input", "kernel", "linear_input", "linear_weight")
-
-# Whether products are being frozen: layers then keep the arrays of `freeze_operands`.
-# Part of jit's cache key.
-_freezing = jax.make_user_context(default_value=False)
-
-
-def freezing():
-    """Return a context in which layers store the arrays that inference needs of their
-    products.
-    """
-    return _freezing(True)
-
-
-def is_freezing() -> bool:
-    """Tell whether products are being frozen."""
-    return _freezing.value
 
 
 def freeze_operands(
@@ -105,24 +86,6 @@ def freeze_operands(
     if fixed is not None:
         frozen |= {INPUT_SCALE: fixed.scale, INPUT_SCALE_INV: fixed.scale_inv}
     return frozen
-
-
-def arrays_to_store(
-    frozen, x_shape, kernel, dimension_numbers, recipe, state
-) -> dict[str, jax.Array]:
-    """Return the arrays that a product stores while a model is frozen: those of
-    `freeze_operands`; where it has them in `frozen`, whether it got another kernel.
-    """
-    operands = x_shape, kernel, dimension_numbers
-    if frozen is None:
-        return freeze_operands(*operands, recipe, state) or {}
-    recipe = dataclasses.replace(recipe, min_size=0)
-    new = freeze_operands(*operands, recipe, state) or {}
-    has_another = frozen.get(HAS_ANOTHER, False)
-    for name in (KERNEL, KERNEL_SCALE_INV):
-        is_same = jnp.array_equal(frozen[name], new.get(name, ()), equal_nan=True)
-        has_another |= ~is_same
-    return {HAS_ANOTHER: has_another}
 
 
 def _type(x) -> str:

@@ -4,7 +4,7 @@ products that hold their own state.
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,11 +15,10 @@ from .. import recipes
 from ..dot import (
     DotGeneralCall,
     EinsumCall,
-    NoClassAsProduct,
     RaggedDotCall,
+    StatefulProduct,
     _contexts,
     _frozen,
-    dot_general,
 )
 from ..numerics import E4M3, E5M2, HYBRID
 from ..recipes import (
@@ -34,7 +33,7 @@ from . import _mistakes
 DEFAULT_RECIPE = DelayedScaling()
 
 
-class Fp8Module(NoClassAsProduct, nn.Module):
+class Fp8Module(StatefulProduct, nn.Module):
     """Base of modules that hold the state of one FP8 product; `Fp8DotGeneral` documents
     state and fields.
     """
@@ -47,7 +46,6 @@ class Fp8Module(NoClassAsProduct, nn.Module):
     @nn.nowrap
     def _call_wrapped_method(self, fun, args, kwargs):
         _mistakes.refuse_unbound(self, fun)
-        _mistakes.refuse_instance_as_cls(self, args)
         return super()._call_wrapped_method(fun, args, kwargs)
 
     @nn.nowrap
@@ -67,29 +65,20 @@ class Fp8Module(NoClassAsProduct, nn.Module):
         return _contexts.layer("/".join(self.layer_path()))
 
     @nn.nowrap
-    def _product(
-        self, x, kernel, dimension_numbers, by=dot_general
-    ) -> Callable[..., jax.Array]:
-        """Get `jaxfp8.dot_general`, or `by` in its place, for these operands: with the
-        recipe and the state of this module, or with the codes of `jaxfp8.freeze`.
-        """
-        recipe = recipes.resolve(self.named_recipe(), DEFAULT_RECIPE)
-        # The codes and scales that `jaxfp8.freeze` made are parameters of the product.
-        frozen = None
-        if self.has_variable("params", _frozen.KERNEL):
-            frozen = self.variables["params"]
-        is_freezing = _frozen.is_freezing() and recipe is not None
-        if frozen is not None and not is_freezing:
-            return functools.partial(_frozen.multiply, frozen, recipe=recipe, by=by)
-        state = self.read_state(recipe)
-        if is_freezing:
-            operands = x.shape, kernel, dimension_numbers, recipe, state
-            for name, leaf in _frozen.arrays_to_store(frozen, *operands).items():
-                self.put_variable("params", name, leaf)
-        return functools.partial(by, recipe=recipe, state=state)
+    def _current_recipe(self) -> Recipe | None:
+        """Get the recipe, here in the program; None where `autocast` turned FP8 off."""
+        return recipes.resolve(self.named_recipe(), DEFAULT_RECIPE)
 
     @nn.nowrap
-    def read_state(self, recipe: Recipe | None) -> DotGeneralState | None:
+    def _frozen_arrays(self) -> Mapping[str, jax.Array] | None:
+        """Get the codes and scales that `jaxfp8.freeze` made, which are parameters of
+        the product; None where it is not frozen.
+        """
+        is_frozen = self.has_variable("params", _frozen.KERNEL)
+        return self.variables["params"] if is_frozen else None
+
+    @nn.nowrap
+    def _read_state(self, recipe: Recipe | None) -> DotGeneralState | None:
         """Read the state of the product; None without a recipe, where `autocast` turned
         FP8 off.
 

@@ -7,17 +7,19 @@ parameters of its own, so that a scan stacks them like kernels. Parameters that 
 were made of, and that nothing else reads, are then replaced by placeholders.
 """
 
+import dataclasses
 import json
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import core, linen as nn, struct, traverse_util
 from flax.core import meta
 from jax.interpreters import partial_eval
 
 from .._jax._trees import split_arrays
-from ..dot import _frozen
+from ..dot import _contexts, _frozen
 from ..recipes import OVERWRITE_WITH_GRADIENT
 from ..train import unstack_state
 from . import _mistakes
@@ -85,6 +87,41 @@ jax.export.register_pytree_node_serialization(
 )
 
 
+# Name of the flag that a product, while it is being frozen, was called with a second
+# kernel.
+_HAS_ANOTHER = "has_another_kernel"
+
+
+def _store_codes(product, x, kernel, dimension_numbers) -> None:
+    """Store the codes of the kernel in a product that is called; where it has some,
+    whether it gets another kernel now.
+    """
+    recipe, frozen = product._current_recipe(), product._frozen_arrays()
+    if recipe is None:
+        return
+    if frozen is not None:
+        recipe = dataclasses.replace(recipe, min_size=0)
+    state = product._read_state(recipe)
+    operands = x.shape, kernel, dimension_numbers
+    new = _frozen.freeze_operands(*operands, recipe, state) or {}
+    if new and frozen is not None:
+        has_another = frozen.get(_HAS_ANOTHER, False)
+        for name in (_frozen.KERNEL, _frozen.KERNEL_SCALE_INV):
+            if frozen[name].shape != new[name].shape:
+                raise _several_kernels("/".join(product.path))
+            has_another |= ~jnp.array_equal(frozen[name], new[name], equal_nan=True)
+        new = {_HAS_ANOTHER: has_another}
+    for name, leaf in new.items():
+        product.put_variable("params", name, leaf)
+
+
+def _several_kernels(product: str) -> ValueError:
+    return ValueError(
+        "freeze: model: expected one kernel for each FP8 product, got a product with "
+        f"several kernels: {product}; give each kernel a product of its own"
+    )
+
+
 def freeze(model: nn.Module, variables, args, kwargs):
     """Freeze `variables`; see `jaxfp8.freeze`."""
     collections = dict(core.unfreeze(unstack_state(variables)))
@@ -97,7 +134,7 @@ def freeze(model: nn.Module, variables, args, kwargs):
     mutable = kwargs.pop("mutable", False)
     arrays, joined = split_arrays((args, kwargs))
     arrays = [
-        jax.numpy.zeros(a.shape, a.dtype) if isinstance(a, jax.ShapeDtypeStruct) else a
+        jnp.zeros(a.shape, a.dtype) if isinstance(a, jax.ShapeDtypeStruct) else a
         for a in arrays
     ]
 
@@ -109,7 +146,7 @@ def freeze(model: nn.Module, variables, args, kwargs):
 
     def with_codes(params, collections, arrays):
         written = core.scope.union_filters(mutable, "params")
-        with _frozen.freezing():
+        with _contexts.observed_by(_store_codes):
             _, changed = apply(params, collections, arrays, written)
         leaves = traverse_util.flatten_dict(changed["params"])
         return {path: leaf for path, leaf in leaves.items() if path not in params}
@@ -118,13 +155,15 @@ def freeze(model: nn.Module, variables, args, kwargs):
     quantized = _read(with_codes, params, collections, arrays)
     # 2. Make the codes.
     codes = jax.jit(with_codes)(params, collections, arrays)
-    flags = [path for path in codes if path[-1] == _frozen.HAS_ANOTHER]
+    flags = [path for path in codes if path[-1] == _HAS_ANOTHER]
     has_another = {path[:-1]: codes.pop(path) for path in flags}
     if not codes:
         raise _frozen.nothing_to_freeze()
     products = {path[:-1] for path in codes}
     for product in sorted(products & has_another.keys()):
-        _refuse_other_kernels(product, has_another[product])
+        differs = has_another[product]
+        if not isinstance(differs, jax.core.Tracer) and np.any(np.asarray(differs)):
+            raise _several_kernels("/".join(product))
     state = traverse_util.flatten_dict(collections.pop(OVERWRITE_WITH_GRADIENT, {}))
     dropped, kept = {}, {}
     for path, leaf in state.items():
@@ -168,13 +207,3 @@ def _read(function, params: dict[Any, Any], *collections) -> set:
     count = len(jax.tree.leaves(params))
     by_path = jax.tree.unflatten(jax.tree.structure(params), used[:count])
     return {path for path, leaves in by_path.items() if any(jax.tree.leaves(leaves))}
-
-
-def _refuse_other_kernels(product, differs) -> None:
-    """Raise a ValueError where a product had several kernels that differ."""
-    if not isinstance(differs, jax.core.Tracer) and np.any(np.asarray(differs)):
-        raise ValueError(
-            "freeze: model: expected one kernel for each FP8 product, got a product "
-            f"with several kernels: {'/'.join(product)}; give each kernel a product of "
-            "its own"
-        )

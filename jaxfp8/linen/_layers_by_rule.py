@@ -8,7 +8,7 @@ import contextvars
 import jax
 from flax import linen as nn
 
-from ..dot import Parameters, _frozen, layers_call
+from ..dot import Parameters, _contexts, layers_call
 from ..recipes import (
     OVERWRITE_WITH_GRADIENT,
     DotGeneralState,
@@ -81,7 +81,8 @@ def _parameters(module: nn.Module, rule: Rule) -> dict[str, Parameters] | None:
     """Return what the layers of a module have; None where each layer runs a product of
     its own: in high precision, with codes of kernels, and where variables are made.
     """
-    if is_off() or _frozen.is_freezing() or module.is_initializing():
+    is_observed = _contexts.observed_by.value is not None
+    if is_off() or is_observed or module.is_initializing():
         return None
     recipe, parameters = rule.recipe, {}
     makes_state = keeps_state(recipe)

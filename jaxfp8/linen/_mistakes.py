@@ -43,23 +43,6 @@ def refuse_unbound(product: nn.Module, method: Callable[..., Any]) -> None:
         )
 
 
-def refuse_instance_as_cls(product: nn.Module, operands: tuple[Any, ...]) -> None:
-    """Refuse an instance in a field such as `dot_general_cls`, which a layer calls
-    without operands, for a product.
-
-    Flax makes a module in a field a submodule named like the field.
-    """
-    name = product.name or ""
-    if name.endswith("_cls") and not operands:
-        kind = "Fp8Einsum" if "einsum" in name else "Fp8DotGeneral"
-        cls = f"jaxfp8.linen.{kind}"
-        raise TypeError(
-            f"{type(product.parent).__name__}: {name}: expected a class or a function "
-            f"that makes a product, got an instance; pass {name}={cls}, or with a "
-            f"recipe {name}=functools.partial({cls}, recipe=recipe)"
-        )
-
-
 def refuse_immutable_state(product: nn.Module, recipe: Any) -> None:
     """Refuse an `init` that cannot write the state: the model would silently train
     without state.

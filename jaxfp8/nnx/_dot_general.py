@@ -4,8 +4,6 @@ state, whose gradient is the next value.
 
 import contextlib
 import contextvars
-import functools
-from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -14,11 +12,9 @@ from flax import nnx
 from ..dot import (
     DotGeneralCall,
     EinsumCall,
-    NoClassAsProduct,
     RaggedDotCall,
+    StatefulProduct,
     _contexts,
-    _frozen,
-    dot_general,
 )
 from ..recipes import (
     OVERWRITE_WITH_GRADIENT,
@@ -54,7 +50,7 @@ def paths_in(trees: tuple):
         _paths.reset(token)
 
 
-class _Fp8Product(NoClassAsProduct, nnx.Module):
+class _Fp8Product(StatefulProduct, nnx.Module):
     """The state of one product: for each operand `{name}_amax_history` and
     `{name}_scale`, as Linen names them.
     """
@@ -73,6 +69,7 @@ class _Fp8Product(NoClassAsProduct, nnx.Module):
         """Return a context in which warnings name the layer by its path, or by its
         kernel where the path is unknown.
         """
+        _mistakes.refuse_linen_layer(type(self).__name__)
         path = _contexts.current_layer()
         if path is None:
             path = path_of(self)
@@ -80,64 +77,46 @@ class _Fp8Product(NoClassAsProduct, nnx.Module):
             path = f"{type(self).__name__} with a kernel {list(np.shape(kernel))}"
         return _contexts.layer(path)
 
-    def _product(
-        self, x, kernel, dimension_numbers, by=dot_general
-    ) -> Callable[..., jax.Array]:
-        """Get `jaxfp8.dot_general`, or `by` in its place, for these operands: with the
-        recipe and the state of this object, or with the codes of `jaxfp8.freeze`.
+    # The names have an underscore because nnx.tabulate traces each public method of a
+    # module that runs.
+
+    def _current_recipe(self) -> Recipe | None:
+        """Get the recipe, here in the program; None where `autocast` turned FP8 off."""
+        return resolve(self.recipe if self.names_recipe else None, self.recipe)
+
+    def _frozen_arrays(self) -> dict[str, jax.Array] | None:
+        """Get the codes and scales that `jaxfp8.freeze` made; None where the product is
+        not frozen.
         """
-        _mistakes.refuse_linen_layer(type(self).__name__)
-        recipe, frozen = current_recipe(self), frozen_arrays(self)
-        if frozen is None:
-            state = read_state(self, recipe)
-            return functools.partial(by, recipe=recipe, state=state)
-        return functools.partial(_frozen.multiply, frozen, recipe=recipe, by=by)
+        arrays = {}
+        for name, value in vars(self).items():
+            if isinstance(value, nnx.Param):
+                arrays[name] = value.get_value()
+        return arrays or None
 
+    def _read_state(self, recipe: Recipe | None) -> DotGeneralState | None:
+        """Read the state of the product; None without a recipe, where `autocast` turned
+        FP8 off.
+        """
+        if recipe is None:
+            return None
 
-# Functions, because nnx.tabulate traces each public method of a module that runs.
+        def read(name, first):
+            if not hasattr(self, name):
+                raise ValueError(
+                    f"{type(self).__name__}: {recipe!r} has state {name!r}, which this "
+                    f"layer lacks: the layer was made for {self.recipe!r}; make the "
+                    "model in the region of jaxfp8.autocast that it is used in, or "
+                    "change its recipe with jaxfp8.nnx.quantize"
+                )
+            return getattr(self, name).get_value()
+
+        return map_variables(recipe, read)
 
 
 def path_of(product: _Fp8Product) -> str | None:
     """Return the path of the product's layer, while a gradient is taken; else None."""
     return (_paths.get() or {}).get(id(product))
-
-
-def frozen_arrays(product: _Fp8Product) -> dict[str, jax.Array] | None:
-    """Get the codes and scales that `jaxfp8.freeze` made; None where the product is not
-    frozen.
-    """
-    arrays = {}
-    for name, value in vars(product).items():
-        if isinstance(value, nnx.Param):
-            arrays[name] = value.get_value()
-    return arrays or None
-
-
-def current_recipe(product: _Fp8Product) -> Recipe | None:
-    """Get the recipe of the product, here in the program; None where `autocast` turned
-    FP8 off.
-    """
-    return resolve(product.recipe if product.names_recipe else None, product.recipe)
-
-
-def read_state(product: _Fp8Product, recipe: Recipe | None) -> DotGeneralState | None:
-    """Read the state of the product; None without a recipe, where `autocast` turned FP8
-    off.
-    """
-    if recipe is None:
-        return None
-
-    def read(name, first):
-        if not hasattr(product, name):
-            raise ValueError(
-                f"{type(product).__name__}: {recipe!r} has state {name!r}, which this "
-                f"layer lacks: the layer was made for {product.recipe!r}; make the "
-                "model in the region of jaxfp8.autocast that it is used in, or change "
-                "its recipe with jaxfp8.nnx.quantize"
-            )
-        return getattr(product, name).get_value()
-
-    return map_variables(recipe, read)
 
 
 class Fp8DotGeneral(_Fp8Product):
@@ -171,7 +150,7 @@ class Fp8DotGeneral(_Fp8Product):
             has state that the object lacks.
     """
 
-    __call__ = _mistakes.with_operands(DotGeneralCall.__call__)
+    __call__ = DotGeneralCall.__call__
 
 
 class Fp8Einsum(_Fp8Product):
@@ -184,7 +163,7 @@ class Fp8Einsum(_Fp8Product):
     State, arguments and errors are those of `Fp8DotGeneral`.
     """
 
-    __call__ = _mistakes.with_operands(EinsumCall.__call__)
+    __call__ = EinsumCall.__call__
 
 
 class Fp8RaggedDot(_Fp8Product):
@@ -197,7 +176,7 @@ class Fp8RaggedDot(_Fp8Product):
     State, arguments and errors are those of `Fp8DotGeneral`.
     """
 
-    __call__ = _mistakes.with_operands(RaggedDotCall.__call__)
+    __call__ = RaggedDotCall.__call__
 
 
 # The product of a layer, by the attribute that holds it.

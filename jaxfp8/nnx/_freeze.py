@@ -2,7 +2,6 @@
 placeholders replace the kernels.
 """
 
-import contextlib
 import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -14,16 +13,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxprs_in_params
 
 from .._jax._trees import split_arrays
-from ..dot import _frozen, dot_general
-from ._dot_general import (
-    Fp8DotGeneral,
-    Fp8Einsum,
-    Fp8RaggedDot,
-    OverwriteWithGradient,
-    current_recipe,
-    frozen_arrays,
-    read_state,
-)
+from ..dot import _contexts, _frozen
+from ..recipes import autocast
+from ._dot_general import OverwriteWithGradient
 from ._quantize_by_rules import _forget_unused, _stacked, layers, product
 
 # The name of the kernel of a product while a model is traced, with the path of the
@@ -106,36 +98,6 @@ class Call(NamedTuple):
     dimension_numbers: tuple
 
 
-class _Recorder(NamedTuple):
-    """The product of the layer at `path` while a model is traced in high precision;
-    records the first call among `calls`.
-    """
-
-    path: tuple
-    calls: dict[tuple, Call | None]
-
-    def _product(self, x, kernel, dimension_numbers, by=dot_general):
-        """Record the call; return `by` in high precision."""
-        call = Call(
-            x.shape, jax.ShapeDtypeStruct(kernel.shape, kernel.dtype), dimension_numbers
-        )
-        self.calls[self.path] = self.calls[self.path] or call
-        name = _KERNEL_NAME + "/".join(map(str, self.path))
-
-        def multiply(x, kernel, dimension_numbers, **options):
-            kernel = checkpoint_name(kernel, name)
-            return by(x, kernel, dimension_numbers, recipe=None, **options)
-
-        return multiply
-
-    def _naming(self, kernel):
-        return contextlib.nullcontext()
-
-    dot_general = Fp8DotGeneral.__call__
-    einsum_op = Fp8Einsum.__call__
-    ragged_dot = Fp8RaggedDot.__call__
-
-
 def recorded_calls(model, args, kwargs) -> tuple[dict[tuple, Call | None], Any]:
     """Record how layers call their FP8 products, by a trace of a copy of an NNX model
     in high precision.
@@ -148,14 +110,25 @@ def recorded_calls(model, args, kwargs) -> tuple[dict[tuple, Call | None], Any]:
     for path, layer, attribute in layers(model):
         if attribute is not None and product(layer) is not None:
             calls[path] = None
-            recorder = _Recorder(path, calls)
-            setattr(layer, attribute, nnx.static(getattr(recorder, attribute)))
+            # a product of this layer alone, which has the path in any transform
+            own = nnx.clone(product(layer))
+            own.path = path
+            setattr(layer, attribute, nnx.data(own))
     graph, state = nnx.split(model)
     arrays, joined = split_arrays((args, kwargs))
 
+    def record(product, x, kernel, dimension_numbers):
+        path = getattr(product, "path", None)
+        if path is not None:
+            kernel_type = jax.ShapeDtypeStruct(kernel.shape, kernel.dtype)
+            call = Call(x.shape, kernel_type, dimension_numbers)
+            calls[path] = calls[path] or call
+            checkpoint_name(kernel, _KERNEL_NAME + "/".join(map(str, path)))
+
     def run(state, arrays):
         args, kwargs = joined(arrays)
-        return split_arrays(nnx.merge(graph, state)(*args, **kwargs))[0]
+        with _contexts.observed_by(record), autocast(enabled=False):
+            return split_arrays(nnx.merge(graph, state)(*args, **kwargs))[0]
 
     return calls, jax.make_jaxpr(run)(state, arrays).jaxpr
 
@@ -185,10 +158,10 @@ def _codes(path, layer, call: Call):
     precision.
     """
     fp8_product = product(layer)
-    recipe = current_recipe(fp8_product) if frozen_arrays(fp8_product) is None else None
-    if recipe is None:
+    recipe = fp8_product._current_recipe()
+    if recipe is None or fp8_product._frozen_arrays() is not None:
         return None
-    state = read_state(fp8_product, recipe)
+    state = fp8_product._read_state(recipe)
     _frozen.refuse_untouched({"/".join(map(str, path)): nnx.state(fp8_product)})
 
     def codes_of_kernel(kernel, state):

@@ -8,9 +8,9 @@ import functools
 
 from flax import nnx
 
-from ..dot import Parameters, layers_call
+from ..dot import Parameters, _contexts, layers_call
 from ..recipes import QTensor, Rule, first_match, is_off, module_rule
-from ._dot_general import Fp8DotGeneral, frozen_arrays, path_of, read_state
+from ._dot_general import Fp8DotGeneral, path_of
 from ._layers import Linear
 
 
@@ -78,7 +78,7 @@ def _parameters(layers: dict[str, nnx.Module]) -> dict[str, Parameters] | None:
     """Return what layers have; None where each layer runs its own product: in high
     precision, with codes of kernels, and where another product is in the place of ours.
     """
-    if is_off():
+    if is_off() or _contexts.observed_by.value is not None:
         return None
     parameters = {}
     for name, layer in layers.items():
@@ -86,13 +86,13 @@ def _parameters(layers: dict[str, nnx.Module]) -> dict[str, Parameters] | None:
             parameters[name] = Parameters(None, None, None)
             continue
         product = getattr(layer, "dot_general", None)
-        if type(product) is not Fp8DotGeneral or frozen_arrays(product) is not None:
+        if type(product) is not Fp8DotGeneral or product._frozen_arrays() is not None:
             return None
         kernel = layer.kernel.get_value()
         if isinstance(kernel, QTensor):
             return None
         bias = None if layer.bias is None else layer.bias.get_value()
-        state = read_state(product, product.recipe)
+        state = product._read_state(product.recipe)
         parameters[name] = Parameters(kernel, bias, state)
     return parameters
 

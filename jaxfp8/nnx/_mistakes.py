@@ -1,35 +1,9 @@
 """Products of NNX in a wrong place: messages that say where they belong."""
 
-import functools
 import inspect
 import traceback
-from collections.abc import Callable
-from typing import Any, TypeVar
 
 from flax import linen as nn, nnx
-
-_Call = TypeVar("_Call", bound=Callable[..., Any])
-
-
-def with_operands(call: _Call) -> _Call:
-    """Wrap the `__call__` of a product: a layer calls its `dot_general_cls` without
-    operands, for a product.
-    """
-
-    @functools.wraps(call)
-    def checked(self, *operands, **options):
-        if not operands and not options:
-            name = type(self).__name__
-            raise TypeError(
-                f"{name}: expected a call with operands, got a call without them: a "
-                "layer was given an instance as a class, such as dot_general_cls or "
-                "qkv_dot_general_cls; in NNX pass the instance as dot_general= or "
-                "qkv_dot_general=, or change the finished model with "
-                f"jaxfp8.nnx.quantize; Linen takes the class jaxfp8.linen.{name}"
-            )
-        return call(self, *operands, **options)
-
-    return checked
 
 
 def refuse_linen_layer(name: str) -> None:

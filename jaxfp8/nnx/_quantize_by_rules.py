@@ -22,7 +22,6 @@ from ._dot_general import (
     PRODUCTS,
     OverwriteWithGradient,
     _Fp8Product,
-    frozen_arrays,
 )
 from ._layers import Linear, RaggedLinear
 from ._layers_by_rule import module_changes
@@ -233,7 +232,7 @@ def _name(path) -> str:
 
 def _refuse_frozen(path, layer) -> None:
     fp8_product = product(layer)
-    if fp8_product is not None and frozen_arrays(fp8_product) is not None:
+    if fp8_product is not None and fp8_product._frozen_arrays() is not None:
         raise ValueError(
             f"nnx.quantize: {_name(path)}: jaxfp8.freeze left codes of its kernel "
             "alone; give a model its rules before it is frozen"
