@@ -15,14 +15,7 @@ from flax import core, nnx
 from ..dot import _frozen
 from ..recipes import _state_tree, some
 from ._frozen_kernels import parameters, take_products
-from ._read_safetensors import (
-    Name,
-    Names,
-    StoredTensor,
-    Template,
-    filled,
-    read_safetensors,
-)
+from ._read_safetensors import Name, Names, StoredTensor, read_safetensors
 from ._tree import Path, at
 
 _FLOATS = ("F8_E4M3", "F8_E5M2", "BF16", "F16", "F32", "F64")
@@ -79,44 +72,42 @@ def from_safetensors(
     new = {}
     # 1. The codes of frozen kernels.
     for product in take_products(leaves):
-        templates = find(product.kernel)
-        arrays = _frozen_kernel(product.kernel, templates, product.arrays, tensors)
-        new |= {(*product.path, name): array for name, array in arrays.items()}
+        codes = product.arrays[_frozen.KERNEL]
+        parts = list(_parts(product.kernel, find, codes.shape, tensors))
+        if parts:
+            arrays = _frozen_kernel(product.kernel, parts, product.arrays)
+            new |= {(*product.path, name): array for name, array in arrays.items()}
     # 2. All others, in the dtypes of the model.
     for path_, leaf in leaves.items():
         if isinstance(leaf, _frozen.Placeholder):
             continue
-        if templates := find(path_):
-            new[path_] = _master(path_, templates, leaf, tensors)
+        if parts := list(_parts(path_, find, leaf.shape, tensors)):
+            new[path_] = _master(path_, parts, leaf)
     find.check_used()
     return _with_leaves(variables, new)
 
 
-def _master(path: Path, templates: tuple[Template, ...], leaf, tensors) -> jax.Array:
+def _master(path: Path, stored: list[tuple], leaf) -> jax.Array:
     """Return a parameter in the dtype of `leaf`: matrices `[out, in]` become kernels
     `[*in, *out]`.
     """
     values = np.empty(leaf.shape, np.float32)
-    for index, name, parts, shape in _parts(path, templates, leaf, tensors):
+    for index, name, parts in stored:
         decoded = [part.decode() for part in parts]
         whole = np.concatenate(decoded) if parts[1:] else decoded[0]
         if path[-1] == _frozen.KERNEL:
             whole = whole.T
-        values[index] = _reshaped(path, name, whole, shape)
+        values[index] = _reshaped(path, name, whole, values[index].shape)
     return _placed(values.astype(leaf.dtype), leaf)
 
 
-def _frozen_kernel(
-    path: Path, templates: tuple[Template, ...], old: dict, tensors
-) -> dict[str, jax.Array]:
+def _frozen_kernel(path: Path, stored: list[tuple], old: dict) -> dict[str, jax.Array]:
     """Return the arrays of a frozen product by name: codes of the file as
     `[*stacked, *out, *in]`, and scales.
     """
-    if not templates:
-        return {}
     codes, scale_inv = old[_frozen.KERNEL], old[_frozen.KERNEL_SCALE_INV]
     new = {name: np.empty(a.shape, a.dtype) for name, a in old.items() if a is not None}
-    for index, name, parts, shape in _parts(path, templates, codes, tensors):
+    for index, name, parts in stored:
         for part in parts:
             if part.data.dtype != codes.dtype:
                 raise _error(
@@ -127,6 +118,7 @@ def _frozen_kernel(
                     "load a model that is not frozen",
                 )
         data = np.concatenate([part.data for part in parts])
+        shape = codes.shape[len(index) :]
         new[_frozen.KERNEL][index] = _reshaped(path, name, data, shape)
         new[_frozen.KERNEL_SCALE_INV][index] = _scales(
             path, name, parts, scale_inv, scale_inv.shape[len(index) :]
@@ -138,19 +130,12 @@ def _frozen_kernel(
     return {name: _placed(array, old[name]) for name, array in new.items()}
 
 
-def _parts(path, templates: tuple[Template, ...], leaf, tensors) -> Iterator[tuple]:
-    """Yield `(index, name, parts, shape)` for each stacked parameter in `leaf`: the
-    tensors of its rows, the name of the first, and the shape that it needs.
+def _parts(path, find: Names, shape, tensors) -> Iterator[tuple]:
+    """Yield `(index, name, parts)` for each stacked parameter in one of this shape: the
+    tensors of its rows, and the name of the first.
     """
-    stacked = len(templates[0]) - 1
-    if stacked > len(leaf.shape):
-        needed = f"at least {stacked} dimensions, one for each {{}} of the name"
-        name = "{}".join(templates[0])
-        raise _error(path, name, needed, f"{list(leaf.shape)}", "write fewer {}")
-    for index in np.ndindex(leaf.shape[:stacked]):
-        names = [filled(template, index) for template in templates]
-        parts = [_tensor(path, name, tensors) for name in names]
-        yield index, names[0], parts, leaf.shape[stacked:]
+    for index, names in find(path, shape):
+        yield index, names[0], [_tensor(path, name, tensors) for name in names]
 
 
 def _input_scale_inv(path, name, parts: list[StoredTensor]) -> np.float32:

@@ -20,6 +20,7 @@ from ..dot import _frozen
 from ..numerics import E4M3
 from ..ops import _blocks
 from ..recipes import OVERWRITE_WITH_GRADIENT
+from ._read_safetensors import StoredTensor
 from ._tree import Path, at
 
 _ARRAYS = (
@@ -175,51 +176,33 @@ def take_products(leaves: dict[Path, Any]) -> Iterator[Product]:
             yield Product(tuple(path), kernel, placeholder, arrays)
 
 
-def matrices(
-    product: Product, layout: str, stacked: int, parts: int
-) -> Iterator[tuple]:
-    """Yield `(index, part, codes [out, in], scales, input_scale_inv)` for each stacked
-    kernel of a product and part of its rows.
+def matrix(product: Product, layout: str, index: tuple[int, ...]) -> StoredTensor:
+    """Return one of the stacked kernels of a product, with its scales.
 
     Args:
-        product: a product of `take_products`.
+        product: a product of `take_products`, whose arrays are on the host.
         layout: the layout in `LAYOUTS` that the scales must have.
-        stacked: how many leading dimensions count stacked kernels.
-        parts: the number of equal parts into which the rows are divided.
+        index: the place of the kernel along the leading dimensions.
 
     Raises:
         ValueError: see `to_safetensors`.
     """
-    codes, scale, input_scale, _ = jax.device_get(list(product.arrays.values()))
-    n, k = _matrix_shape(product, stacked)
-    lead = scale.ndim - len(LAYOUTS[layout].scale_shape(n, k))
-    _check_layout(product, stacked, n, k, layout)
-    block = LAYOUTS[layout].block
-    # otherwise one row of scales holds for all parts
-    is_divided = block is not None and n > block[0]
-    if n % parts or (is_divided and parts > 1 and (n // parts) % block[0]):
-        raise _error(
-            product,
-            f"rows that divide into {parts} parts, of whole blocks {block}",
-            f"{n} rows",
-            "write it under one name",
-        )
+    codes, scale, input_scale, _ = map(product.arrays.get, _ARRAYS)
+    n, k = _matrix_shape(product, len(index))
+    _check_layout(product, len(index), n, k, layout)
+    lead = index[: scale.ndim - len(LAYOUTS[layout].scale_shape(n, k))]
+    inputs = None if input_scale is None else input_scale[lead]
+    codes, scale = codes[index].reshape(n, k), scale[lead]
     is_bad = np.any(codes.view(np.uint8) & 127 == 127)
-    for scales in jax.tree.leaves((scale, input_scale)):
+    for scales in jax.tree.leaves((scale, inputs)):
         scales = scales.astype(np.float32)
         is_bad |= not np.all(np.isfinite(scales) & (scales > 0))
     if is_bad:
         advice = "repair the parameters, and freeze again"
         raise _error(product, "finite codes and scales", "NaN", advice)
-    for index in np.ndindex(codes.shape[:stacked]):
-        rows = np.split(codes[index].reshape(n, k), parts)
-        inputs = None if input_scale is None else input_scale[index[:lead]]
-        one = scale[index[:lead]]
-        if one.itemsize == 1:  # E8M0 is stored as its codes
-            one = one.view(np.uint8)
-        scales = np.split(one, parts) if is_divided else [one] * parts
-        for part, pair in enumerate(zip(rows, scales, strict=True)):
-            yield index, part, *pair, inputs
+    if scale.itemsize == 1:  # E8M0 is stored as its codes
+        scale = scale.view(np.uint8)
+    return StoredTensor(codes, "F8_E4M3", scale, LAYOUTS[layout].block, inputs)
 
 
 def _matrix_shape(product, stacked) -> tuple[int, int]:
@@ -249,7 +232,7 @@ def _matrix_shape(product, stacked) -> tuple[int, int]:
 
 def _check_layout(product, stacked, n, k, layout) -> None:
     """Raise a ValueError unless scales, codes and k are as the layout needs them."""
-    codes, scale, *_ = product.arrays.values()
+    codes, scale, *_ = map(product.arrays.get, _ARRAYS)
 
     def fits(name):
         # a scale for a whole tensor may hold for several stacked kernels

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -40,8 +40,6 @@ _E8M0 = ("F8_E8M0", "U8")
 _OF_SCALES = (*_E8M0, "BF16", "F16", "F32")
 # The names of Flax for parameters that PyTorch calls "weight".
 _WEIGHTS = ("kernel", "embedding", "scale")
-# A name: the texts between the places of an index.
-Template = tuple[str, ...]
 Name = str | tuple[str, ...] | None
 
 
@@ -258,35 +256,45 @@ class Names:
         self.where, self.names = where, names
         self.unused = {} if names is None or callable(names) else dict.fromkeys(names)
 
-    def __call__(self, path: Path) -> tuple[Template, ...]:
-        """Return a template for each part of a parameter's rows; an empty tuple where
-        `names` leaves it out.
+    def __call__(
+        self, path: Path, shape: tuple[int, ...]
+    ) -> Iterator[tuple[tuple[int, ...], list[str]]]:
+        """Yield the index of each stacked parameter in one of this shape, and the names
+        of the parts of its rows; nothing where `names` leaves it out.
         """
         if self.names is None:
             last = "weight" if path[-1] in _WEIGHTS else path[-1]
-            return ((".".join((*path[:-1], last)),),)
+            yield (), [".".join((*path[:-1], last))]
+            return
+        name, expand = self._find(path)
+        parts = (name,) if isinstance(name, str) else tuple(name or ())
+        texts = [list(map(expand, part.split("{}"))) for part in parts]
+        counts = {len(each) - 1 for each in texts}
+        if len(counts) > 1 or max(counts, default=0) > len(shape):
+            raise ValueError(
+                f"{self.where}: names: {at(path)}: expected as many {{}} in each of "
+                f"{parts}, at most one for each dimension of {list(shape)}"
+            )
+        for stacked in counts:
+            for index in np.ndindex(shape[:stacked]):
+                yield index, [_filled(each, index) for each in texts]
+
+    def _find(self, path) -> tuple[Name, Callable[[str], str]]:
+        """Return the name of a parameter as it was given, and a function that expands
+        the groups of its expression.
+        """
         if callable(self.names):
-            return self._templates(path, self.names(at(path)), str)
+            return self.names(at(path)), str
         for pattern, name in self.names.items():
             if match := re.fullmatch(pattern, at(path)):
                 self.unused.pop(pattern, None)
                 # Groups are names of the model: braces in them are no places of an
                 # index.
-                return self._templates(path, name, match.expand)
+                return name, match.expand
         raise ValueError(
             f"{self.where}: names: {at(path)} matches no expression; map it to None "
             "to leave it out"
         )
-
-    def _templates(self, path, name, expand) -> tuple[Template, ...]:
-        parts = (name,) if isinstance(name, str) else tuple(name or ())
-        templates = tuple(tuple(map(expand, part.split("{}"))) for part in parts)
-        if len(set(map(len, templates))) > 1:
-            raise ValueError(
-                f"{self.where}: names: {at(path)}: expected as many {{}} in each of "
-                f"{parts}"
-            )
-        return templates
 
     def check_used(self) -> None:
         """Raise a ValueError for an expression that decided about no parameter."""
@@ -297,8 +305,8 @@ class Names:
             )
 
 
-def filled(template: Template, index: tuple[int, ...]) -> str:
+def _filled(texts: list[str], index: tuple[int, ...]) -> str:
     """Return the name of one of stacked parameters."""
-    return template[0] + "".join(
-        f"{i}{text}" for i, text in zip(index, template[1:], strict=True)
+    return texts[0] + "".join(
+        f"{i}{text}" for i, text in zip(index, texts[1:], strict=True)
     )

@@ -1,5 +1,6 @@
 """Write a frozen model to a safetensors file, which loaders of FP8 weights read."""
 
+import dataclasses
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,12 +13,12 @@ from ..dot import _frozen
 from ..ops import _checks
 from ._frozen_kernels import (
     LAYOUTS,
-    matrices,
+    matrix,
     parameters,
     quantization_config,
     take_products,
 )
-from ._read_safetensors import DTYPES, Names, Template, filled
+from ._read_safetensors import DTYPES, Names, StoredTensor
 from ._tree import Path, at
 
 
@@ -113,25 +114,21 @@ def to_safetensors(
 
     # 1. FP8 kernels and their scales.
     for product in products:
-        templates = find(product.kernel)
-        if not templates:
-            continue
-        is_fixed = product.arrays[_frozen.INPUT_SCALE_INV] is not None
-        fixed.setdefault(is_fixed, at(product.kernel))
-        stacked, parts = len(templates[0]) - 1, len(templates)
-        for index, part, codes, scales, input_scale_inv in matrices(
-            product, layout, stacked, parts
-        ):
-            name = filled(templates[part], index)
-            if name.rpartition(".")[2] != "weight":
-                raise ValueError(
-                    f"to_safetensors: names: {at(product.kernel)}: expected a name "
-                    f"<module>.weight, got {name!r}"
-                )
-            add(name, codes)
-            add(name + LAYOUTS[layout].suffix, scales)
-            if input_scale_inv is not None:
-                add(f"{name.removesuffix('weight')}input_scale", input_scale_inv)
+        product = product._replace(arrays=jax.device_get(product.arrays))
+        for index, parts in find(product.kernel, product.arrays[_frozen.KERNEL].shape):
+            weight = matrix(product, layout, index)
+            fixed.setdefault(weight.input_scale_inv is not None, at(product.kernel))
+            for name, part in _divided(product.kernel, parts, weight):
+                if name.rpartition(".")[2] != "weight":
+                    raise ValueError(
+                        f"to_safetensors: names: {at(product.kernel)}: expected a name "
+                        f"<module>.weight, got {name!r}"
+                    )
+                add(name, part.data)
+                add(name + LAYOUTS[layout].suffix, part.scale_inv)
+                if part.input_scale_inv is not None:
+                    module = name.removesuffix("weight")
+                    add(f"{module}input_scale", part.input_scale_inv)
     if len(fixed) > 1:
         raise ValueError(
             "to_safetensors: frozen: expected inputs with fixed scales in all layers "
@@ -140,46 +137,56 @@ def to_safetensors(
         )
     # 2. Everything else, in the dtype that it has.
     for path_, leaf in leaves.items():
-        for name, array in _arrays(path_, leaf, find(path_)):
-            add(name, array)
-            if path_[-1] == "kernel":
-                ignored.append(name.removesuffix(".weight"))
+        if isinstance(leaf, _frozen.Placeholder):
+            continue
+        array = np.asarray(jax.device_get(leaf))
+        for index, parts in find(path_, array.shape):
+            weight = StoredTensor(_as_stored(path_, array[index]), "")
+            for name, part in _divided(path_, parts, weight):
+                add(name, part.data)
+                if path_[-1] == "kernel":
+                    ignored.append(name.removesuffix(".weight"))
     find.check_used()
     with _files.replaced(path, "wb") as file:
         file.write(safetensors.numpy.save(tensors, {"format": "pt"}))
     return quantization_config(layout, ignored, True in fixed)
 
 
-def _arrays(
-    path: Path, leaf: Any, templates: tuple[Template, ...]
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the names and arrays of a parameter in high precision."""
-    if not templates or isinstance(leaf, _frozen.Placeholder):
-        return
-    array = np.asarray(jax.device_get(leaf))
-    stacked = len(templates[0]) - 1
-    count = len(templates)
-    is_kernel = path[-1] == "kernel"
-    least = stacked + 2 if is_kernel else stacked + (count > 1)
-    if array.ndim < least or (is_kernel and array.ndim > least):
+def _as_stored(path: Path, array: np.ndarray) -> np.ndarray:
+    """Return a parameter in high precision with the dimensions that PyTorch has."""
+    if path[-1] == "bias":
+        return array.reshape(-1)
+    if path[-1] != "kernel":
+        return array
+    if array.ndim != 2:
         raise ValueError(
-            f"to_safetensors: {at(path)}: expected {least} dimensions for "
-            f"{'{}'.join(templates[0])!r}, got {list(array.shape)}; reshape it in the "
-            "tree, under another name where it is not [in, out]"
+            f"to_safetensors: {at(path)}: expected 2 dimensions of a kernel, got "
+            f"{list(array.shape)}; write {{}} in its name for each dimension that "
+            "counts stacked kernels, or reshape it in the tree, under another name "
+            "where it is not [in, out]"
         )
-    for index in np.ndindex(array.shape[:stacked]):
-        one = array[index]
-        if is_kernel:
-            one = one.T
-        elif path[-1] == "bias":
-            one = one.reshape(-1)
-        divided = [one]
-        if count > 1:
-            if len(one) % count:
-                raise ValueError(
-                    f"to_safetensors: {at(path)}: expected {count} equal parts, "
-                    f"got {len(one)} rows"
-                )
-            divided = np.split(one, count)
-        for template, part in zip(templates, divided, strict=True):
-            yield filled(template, index), part
+    return array.T
+
+
+def _divided(
+    path: Path, names: list[str], weight: StoredTensor
+) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield the name and the weight of each of equal parts of the rows of a weight."""
+    count = len(names)
+    if count == 1:
+        yield names[0], weight
+        return
+    rows, block = len(weight.data), weight.block
+    # otherwise one row of scales holds for all parts
+    is_divided = block is not None and rows > block[0]
+    if rows % count or (is_divided and rows // count % block[0]):
+        raise ValueError(
+            f"to_safetensors: {at(path)}: expected rows that divide into {count} "
+            f"parts, of whole blocks {block}, got {rows} rows; write it under one name"
+        )
+    scales = [weight.scale_inv] * count
+    if is_divided:
+        scales = np.split(weight.scale_inv, count)
+    data = np.split(weight.data, count)
+    for name, part, scale_inv in zip(names, data, scales, strict=True):
+        yield name, dataclasses.replace(weight, data=part, scale_inv=scale_inv)

@@ -266,7 +266,7 @@ ERRORS = {
         LAYER,
         {"kernel": "{}.{}.{}.weight"},
         GOOD,
-        "for kernel: expected at least 3 dimensions",
+        r"names: kernel: expected as many {} .* for each dimension of \[4, 6\]",
     ),
 }
 
