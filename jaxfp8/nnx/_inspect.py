@@ -2,7 +2,6 @@
 the layers in programs.
 """
 
-import contextlib
 import dataclasses
 import functools
 
@@ -12,7 +11,7 @@ from flax import nnx
 from .._jax._trees import split_arrays
 from ..dot import _contexts
 from ._dot_general import _Fp8Product
-from ._quantize_by_rules import RULES, decision, layers, product
+from ._quantize_by_rules import layers
 
 
 def function_of_arrays(fn, args, kwargs):
@@ -33,7 +32,6 @@ def function_of_arrays(fn, args, kwargs):
         objects = nnx.merge(graphdef, state)
         for top in objects:
             _set_names(top)
-            _set_rules(top)
         objects, rest = iter(objects), iter(joined(arrays))
         values = [next(objects if _is_object(leaf) else rest) for leaf in leaves]
         args, kwargs = tree.unflatten(values)
@@ -60,20 +58,17 @@ def _with_named_class(node):
 @functools.cache
 def _named(base):
     """Return a subclass of a module class; its `__call__` runs in scopes with the path
-    and rule of the instance.
+    of the instance.
     """
 
     def __call__(self, *args, **kwargs):
-        path, rule = self.inspected_path, self.inspected_rule
-        with contextlib.ExitStack() as stack:
-            if path is not None:
-                stack.enter_context(jax.named_scope(path))
-                stack.enter_context(_contexts.layer(path))
-            if rule is not None:
-                stack.enter_context(_contexts.high_precision(f"rule {rule} says None"))
+        path = self.inspected_path
+        if path is None:
+            return base.__call__(self, *args, **kwargs)
+        with jax.named_scope(path), _contexts.layer(path):
             return base.__call__(self, *args, **kwargs)
 
-    namespace = {"__call__": __call__, "inspected_path": None, "inspected_rule": None}
+    namespace = {"__call__": __call__, "inspected_path": None}
     for name in ("__module__", "__qualname__", "__doc__"):
         namespace[name] = getattr(base, name)
     return type(base)(base.__name__, (base,), namespace)
@@ -88,16 +83,3 @@ def _set_names(top) -> None:
         is_named = not isinstance(module, _Fp8Product) or id(module) in held
         if path and callable(module) and is_named:
             module.inspected_path = "/".join(map(str, path))
-
-
-def _set_rules(top) -> None:
-    """Set the index of the rule in each layer that a rule keeps in high precision."""
-    for _, model in list(nnx.iter_modules(top)):
-        rules = getattr(model, RULES, ())
-        if not rules:
-            continue
-        for path, layer, _ in layers(model):
-            index = decision(rules, path, layer)
-            is_off = index is not None and rules[index].recipe is None
-            if is_off and product(layer) is None:
-                layer.inspected_rule = index

@@ -2,12 +2,15 @@
 place.
 """
 
+import dataclasses
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from .._jax._trees import Tree
-from ..dot import sizes
+from ..dot import _contexts, sizes
 from ..recipes import (
     Rule,
     Rules,
@@ -90,7 +93,7 @@ def quantize(model: Tree, rules: Rules) -> Tree:
         if index is not None:
             _refuse_frozen(path, layer)
             stacked = _stacked("nnx.quantize", path, layer)
-            new_product = _new_product(layer, attribute, rules[index], stacked)
+            new_product = _new_product(layer, attribute, rules, index, stacked)
             changes.append((layer, attribute, new_product))
             deciding.add(rules[index])
     modules = module_changes(model, rules)
@@ -195,12 +198,30 @@ def _stacked(where, path, layer) -> tuple[int, ...]:
     return lead
 
 
-def _new_product(layer, attribute, rule: Rule, stacked):
-    """Make the product that a rule gives a layer; a function for high precision."""
+@dataclasses.dataclass(frozen=True)
+class _InHighPrecision:
+    """The function of a layer that a rule keeps in high precision.
+
+    Attributes:
+        function: `jax.lax.dot_general` or `jnp.einsum`.
+        reason: names the rule, for `jaxfp8.inspect`.
+    """
+
+    function: Callable[..., jax.Array]
+    reason: str
+
+    def __call__(self, *operands, **options):
+        with _contexts.high_precision(self.reason):
+            return self.function(*operands, **options)
+
+
+def _new_product(layer, attribute, rules: tuple[Rule, ...], index: int, stacked):
+    """Make the product that a rule gives a layer."""
+    rule = rules[index]
     # Our own layer passes a bias, which these functions do not take.
     plain = {"dot_general": jax.lax.dot_general, "einsum_op": jnp.einsum}.get(attribute)
     if plain is not None and rule.recipe is None and not isinstance(layer, Linear):
-        return plain
+        return _InHighPrecision(plain, f"rule {index} says None")
     cls = type(layer) if attribute is None else PRODUCTS[attribute]
     new_product = cls(rule.layer_recipe)
     state = nnx.state(new_product, OverwriteWithGradient)
