@@ -15,8 +15,8 @@ from ..dot import _contexts
 from ..numerics import E5M2
 from ..ops import _ffi, _support
 
-# Scopes that transforms add, which do not name modules.
-_SCOPES_OF_TRANSFORMS = ("rematted_computation", "checkpoint")
+# Scopes that transforms add, and that of a whole model, which do not name modules.
+_SCOPES_OF_TRANSFORMS = ("", "rematted_computation", "checkpoint")
 _SCOPES_OF_PRODUCTS = (
     "Fp8DotGeneral_",
     "Fp8Einsum_",

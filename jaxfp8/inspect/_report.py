@@ -336,10 +336,10 @@ def _nnx_rows(model, args, kwargs) -> _Rows:
         product = nnx_rules.product(layer)
         decided = decide(path, layer)
         x = None
-        if calls.get(path):
+        if name in calls:
             # the rows of all experts are recorded as a batch of each expert's
             batch_dims = int(attribute == "ragged_dot")
-            x = calls[path].x_shape[batch_dims:]
+            x = calls[name].x_shape[batch_dims:]
         if product is None:
             if decided is not None and decided.rule.recipe is not None:
                 rows.use(decided)
@@ -352,7 +352,7 @@ def _nnx_rows(model, args, kwargs) -> _Rows:
         owner = owners.setdefault(id(product), name)
         if owner != name:
             row["why"] += f"; shares the product and the state of {owner}"
-        if path in calls and x is None:
+        if (args or kwargs) and x is None:
             row["why"] += "; not called"
     # 2. Report modules without a product where a rule matches the module in vain.
     for path, module in nnx.iter_modules(model):

@@ -3,6 +3,7 @@ placeholders replace the kernels.
 """
 
 import dataclasses
+import operator
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -12,10 +13,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxprs_in_params
 
-from .._jax._trees import split_arrays
 from ..dot import _contexts, _frozen
 from ..recipes import autocast
 from ._dot_general import OverwriteWithGradient
+from ._inspect import function_of_arrays
 from ._quantize_by_rules import _forget_unused, _stacked, layers, product
 
 # The name of the kernel of a product while a model is traced, with the path of the
@@ -48,10 +49,10 @@ def freeze(model, args, kwargs):
     calls, program = recorded_calls(model, args, kwargs)
     computed, frozen = set(_computed(program)), []
     for path, layer, attribute in layers(model):
-        call, kernel = calls.get(path), getattr(layer, "kernel", None)
-        if call is None or not isinstance(kernel, nnx.Param):
-            continue
         name = "/".join(map(str, path))
+        call, kernel = calls.get(name), getattr(layer, "kernel", None)
+        if call is None or attribute is None or not isinstance(kernel, nnx.Param):
+            continue
         if name in computed:
             raise ValueError(
                 f"freeze: {name}: expected a layer that gives its product its kernel "
@@ -98,39 +99,28 @@ class Call(NamedTuple):
     dimension_numbers: tuple
 
 
-def recorded_calls(model, args, kwargs) -> tuple[dict[tuple, Call | None], Any]:
+def recorded_calls(model, args, kwargs) -> tuple[dict[str, Call], Any]:
     """Record how layers call their FP8 products, by a trace of a copy of an NNX model
     in high precision.
 
     Returns:
-        `(calls, program)`: by path the first call of each layer, None for a layer
-        without a call; and the jaxpr of the model called with `args` and `kwargs`.
+        `(calls, program)`: the first call of each layer that is called, by its path;
+        and the jaxpr of the model called with `args` and `kwargs`.
     """
-    model, calls = nnx.clone(model), {}
-    for path, layer, attribute in layers(model):
-        if attribute is not None and product(layer) is not None:
-            calls[path] = None
-            # a product of this layer alone, which has the path in any transform
-            own = nnx.clone(product(layer))
-            own.path = path
-            setattr(layer, attribute, nnx.data(own))
-    graph, state = nnx.split(model)
-    arrays, joined = split_arrays((args, kwargs))
+    run, arrays = function_of_arrays(operator.call, (model, *args), kwargs)
+    calls = {}
 
     def record(product, x, kernel, dimension_numbers):
-        path = getattr(product, "path", None)
-        if path is not None:
-            kernel_type = jax.ShapeDtypeStruct(kernel.shape, kernel.dtype)
-            call = Call(x.shape, kernel_type, dimension_numbers)
-            calls[path] = calls[path] or call
-            checkpoint_name(kernel, _KERNEL_NAME + "/".join(map(str, path)))
+        path = _contexts.current_layer()
+        kernel_type = jax.ShapeDtypeStruct(kernel.shape, kernel.dtype)
+        calls.setdefault(path, Call(x.shape, kernel_type, dimension_numbers))
+        checkpoint_name(kernel, _KERNEL_NAME + path)
 
-    def run(state, arrays):
-        args, kwargs = joined(arrays)
-        with _contexts.observed_by(record), autocast(enabled=False):
-            return split_arrays(nnx.merge(graph, state)(*args, **kwargs))[0]
+    def without_result(arrays):
+        run(arrays)
 
-    return calls, jax.make_jaxpr(run)(state, arrays).jaxpr
+    with _contexts.observed_by(record), autocast(enabled=False):
+        return calls, jax.make_jaxpr(without_result)(arrays).jaxpr
 
 
 def _computed(jaxpr) -> Iterator[str]:

@@ -65,7 +65,7 @@ def _named(base):
         path = self.inspected_path
         if path is None:
             return base.__call__(self, *args, **kwargs)
-        with jax.named_scope(path), _contexts.layer(path):
+        with _contexts.layer(path), jax.named_scope(path):
             return base.__call__(self, *args, **kwargs)
 
     namespace = {"__call__": __call__, "inspected_path": None}
@@ -81,5 +81,5 @@ def _set_names(top) -> None:
     held = {id(layer) for _, layer, attribute in layers(top) if attribute is None}
     for path, module in list(nnx.iter_modules(top)):
         is_named = not isinstance(module, _Fp8Product) or id(module) in held
-        if path and callable(module) and is_named:
+        if callable(module) and is_named:
             module.inspected_path = "/".join(map(str, path))
