@@ -242,7 +242,7 @@ def _with_leaves(variables, leaves: dict[Path, jax.Array]):
     flat = _state_tree.flatten(
         nnx.state(variables) if is_module else dict(core.unfreeze(variables))
     )
-    new = {}
+    new, left = {}, []
     for quantizer in flat.quantizers:
         for i, value in zip(quantizer.positions(), (0, 1), strict=True):
             leaf = flat.leaves[i]
@@ -252,12 +252,8 @@ def _with_leaves(variables, leaves: dict[Path, jax.Array]):
         key = path[1:] if path[0] == "params" and not is_module else path
         if key in leaves:
             new[i] = leaves[key]
-    missing = set(range(len(flat.leaves))) - new.keys()
-    left = [
-        flat.name(i)
-        for i in sorted(missing)
-        if isinstance(flat.leaves[i], jax.ShapeDtypeStruct)
-    ]
+        elif i not in new and isinstance(flat.leaves[i], jax.ShapeDtypeStruct):
+            left.append(flat.name(i))
     if left:
         raise ValueError(
             f"from_safetensors: variables: {some(left, 4)}: expected arrays where no "

@@ -12,6 +12,7 @@ from flax import nnx
 from ..nnx import OverwriteWithGradient, trainable, value_and_grad
 from ..recipes import OVERWRITE_WITH_GRADIENT, _state_tree
 from ..train import accumulate_gradients, update_state
+from ._maxtext_experts import With
 
 
 class _NextState(nnx.Variable):
@@ -46,7 +47,7 @@ def accumulate_with_state(module, original):
         model.fp8_next_state = _NextState(jax.tree.map(jnp.zeros_like, old))
         # MaxText's function looks up `nnx` in its module while it is traced, so the
         # change can end with the call.
-        module.nnx = _NnxWithState()
+        module.nnx = With(nnx, value_and_grad=_value_and_grad)
         try:
             result = original(loss_fn, config, model, *args, **options)
         finally:
@@ -59,32 +60,24 @@ def accumulate_with_state(module, original):
     return accumulate
 
 
-class _NnxWithState:
-    """`flax.nnx` for MaxText's accumulation.
-
-    `value_and_grad` gives the gradients of parameters to MaxText, and those of the
-    state to `model.fp8_next_state`.
+def _value_and_grad(f, *, argnums=0, has_aux=False):
+    """Differentiate as `nnx.value_and_grad` in MaxText's accumulation: the gradients of
+    parameters are MaxText's, those of the state go to `model.fp8_next_state`.
     """
+    differentiate = value_and_grad(
+        f, argnums=nnx.DiffState(argnums, trainable), has_aux=has_aux
+    )
 
-    def __getattr__(self, name):
-        return getattr(nnx, name)
+    def step(model, *args, **options):
+        old = _state(model)
+        out, gradients = differentiate(model, *args, **options)
+        # Every microbatch reads the state that the step began with.
+        nnx.update(model, old[OVERWRITE_WITH_GRADIENT])
+        so_far = model.fp8_next_state.get_value()
+        new = accumulate_gradients(so_far, _state(gradients))
+        model.fp8_next_state.set_value(new)
+        # MaxText adds up all gradients that it gets, so it gets those of parameters
+        # only.
+        return out, nnx.filter_state(gradients, nnx.Param)
 
-    @staticmethod
-    def value_and_grad(f, *, argnums=0, has_aux=False):
-        differentiate = value_and_grad(
-            f, argnums=nnx.DiffState(argnums, trainable), has_aux=has_aux
-        )
-
-        def step(model, *args, **options):
-            old = _state(model)
-            out, gradients = differentiate(model, *args, **options)
-            # Every microbatch reads the state that the step began with.
-            nnx.update(model, old[OVERWRITE_WITH_GRADIENT])
-            so_far = model.fp8_next_state.get_value()
-            new = accumulate_gradients(so_far, _state(gradients))
-            model.fp8_next_state.set_value(new)
-            # MaxText adds up all gradients that it gets, so it gets those of parameters
-            # only.
-            return out, nnx.filter_state(gradients, nnx.Param)
-
-        return step
+    return step

@@ -26,6 +26,16 @@ STAGES = {
 _coming = contextvars.ContextVar("coming", default=None)
 
 
+class With:
+    """An object of MaxText, or a module that it uses, with some other attributes."""
+
+    def __init__(self, original, **values):
+        vars(self).update(values, _original=original)
+
+    def __getattr__(self, name):
+        return getattr(self._original, name)
+
+
 def next_state() -> DotGeneralState | None:
     """Return the state of the next grouped product; None outside of the `shard_map`."""
     coming = _coming.get()
@@ -42,7 +52,8 @@ def share_among_devices(module, original):
         # MaxText's method looks up `jax` in its module while it is traced, so the
         # change can end with the call.
         if isinstance(recipe, Recipe) and keeps_state(recipe):
-            module.jax = _JaxWithState(_states(self, recipe))
+            states = _states(self, recipe)
+            module.jax = With(jax, shard_map=_shard_map_with(states))
         try:
             return original(self, *args, **options)
         finally:
@@ -65,18 +76,12 @@ def _state(recipe, einsum) -> DotGeneralState:
     return map_variables(recipe, lambda name, first: variables[name])
 
 
-class _JaxWithState:
-    """`jax` for MaxText's experts, whose `shard_map` takes the states of their
-    products, in the order of the products.
+def _shard_map_with(states):
+    """Return a `jax.shard_map` that takes the states of the products of MaxText's
+    experts, in the order of the products.
     """
 
-    def __init__(self, states):
-        self._states = states
-
-    def __getattr__(self, name):
-        return getattr(jax, name)
-
-    def shard_map(self, f, *, mesh, in_specs, **options):
+    def shard_map(f, *, mesh, in_specs, **options):
         for axis, flag in STAGES.items():
             if mesh.shape.get(axis, 1) > 1:
                 raise ValueError(
@@ -102,4 +107,6 @@ class _JaxWithState:
             in_specs=(jax.P(mesh.axis_names), *in_specs),
             **options,
         )
-        return functools.partial(mapped, spread(self._states, mesh.size))
+        return functools.partial(mapped, spread(states, mesh.size))
+
+    return shard_map

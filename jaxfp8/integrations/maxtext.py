@@ -38,7 +38,7 @@ from ..recipes import (
     keeps_state,
 )
 from ._maxtext_accumulation import accumulate_with_state
-from ._maxtext_experts import STAGES, next_state, share_among_devices
+from ._maxtext_experts import STAGES, With, next_state, share_among_devices
 
 __all__ = ["Fp8DirectDotGeneralOp", "install"]
 
@@ -250,7 +250,7 @@ def _configure(module, original, recipes):
             return original(config, *args, **options)
         if recipes is _RECIPES and config.quantization == _CURRENT:
             recipe = _calibrated(config)
-        quantization = original(_With(config, quantization="fp8"), *args, **options)
+        quantization = original(With(config, quantization="fp8"), *args, **options)
         if not isinstance(quantization, module.Fp8Quantization):
             return quantization
         return Quantization(recipe)
@@ -418,20 +418,10 @@ def _check(module, original):
 
     def check(config):
         if config.quantization in _RECIPES:
-            config = _With(config, gradient_accumulation_steps=1)
+            config = With(config, gradient_accumulation_steps=1)
         return original(config)
 
     return check
-
-
-class _With:
-    """A configuration in which some values are replaced."""
-
-    def __init__(self, config, **values):
-        vars(self).update(values, _config=config)
-
-    def __getattr__(self, name):
-        return getattr(self._config, name)
 
 
 if __name__ == "__main__":
