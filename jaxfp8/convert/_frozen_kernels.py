@@ -190,6 +190,7 @@ def matrix(product: Product, layout: str, index: tuple[int, ...]) -> StoredTenso
     codes, scale, input_scale, _ = map(product.arrays.get, _ARRAYS)
     n, k = _matrix_shape(product, len(index))
     _check_layout(product, len(index), n, k, layout)
+    # a scale for a whole tensor may hold for several stacked kernels
     lead = index[: scale.ndim - len(LAYOUTS[layout].scale_shape(n, k))]
     inputs = None if input_scale is None else input_scale[lead]
     codes, scale = codes[index].reshape(n, k), scale[lead]
@@ -233,24 +234,14 @@ def _matrix_shape(product, stacked) -> tuple[int, int]:
 def _check_layout(product, stacked, n, k, layout) -> None:
     """Raise a ValueError unless scales, codes and k are as the layout needs them."""
     codes, scale, *_ = map(product.arrays.get, _ARRAYS)
-
-    def fits(name):
-        # a scale for a whole tensor may hold for several stacked kernels
-        least = 0 if LAYOUTS[name].block is None else stacked
-        shape = LAYOUTS[name].scale_shape(n, k)
-        shapes = [codes.shape[:lead] + shape for lead in range(least, stacked + 1)]
-        return scale.dtype == LAYOUTS[name].dtype and scale.shape in shapes
-
-    fitting = list(filter(fits, LAYOUTS))
-    if layout not in fitting:
-        advice = "no layout has such scales"
-        if fitting:
-            advice = f"write layout {' or '.join(map(repr, fitting))}"
+    shape = LAYOUTS[layout].scale_shape(n, k)
+    lead = codes.shape[: min(stacked, max(scale.ndim - len(shape), 0))]
+    if scale.dtype != LAYOUTS[layout].dtype or scale.shape != lead + shape:
         raise _error(
             product,
             f"scales of layout {layout!r}, from {LAYOUTS[layout].recipes}",
             f"scales {scale.dtype}{list(scale.shape)} of codes {list(codes.shape)}",
-            advice,
+            f"write the layout of the layer's recipe, one of {sorted(LAYOUTS)}",
         )
     if codes.dtype != E4M3.dtype:
         advice = "loaders take no other; train with E4M3 or HYBRID"
