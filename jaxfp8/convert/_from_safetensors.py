@@ -92,12 +92,12 @@ def _master(path: Path, stored: list[tuple], leaf) -> jax.Array:
     `[*in, *out]`.
     """
     values = np.empty(leaf.shape, np.float32)
-    for index, name, parts in stored:
+    for index, where, parts in stored:
         decoded = [part.decode() for part in parts]
         whole = np.concatenate(decoded) if parts[1:] else decoded[0]
         if path[-1] == _frozen.KERNEL:
             whole = whole.T
-        values[index] = _reshaped(path, name, whole, values[index].shape)
+        values[index] = _reshaped(path, where, whole, values[index].shape)
     return _placed(values.astype(leaf.dtype), leaf)
 
 
@@ -107,44 +107,43 @@ def _frozen_kernel(path: Path, stored: list[tuple], old: dict) -> dict[str, jax.
     """
     codes, scale_inv = old[_frozen.KERNEL], old[_frozen.KERNEL_SCALE_INV]
     new = {name: np.empty(a.shape, a.dtype) for name, a in old.items() if a is not None}
-    for index, name, parts in stored:
+    for index, where, parts in stored:
         for part in parts:
             if part.data.dtype != codes.dtype:
                 raise _error(
-                    path,
-                    name,
+                    where,
                     f"codes in {codes.dtype.name}",
                     part.dtype,
                     "load a model that is not frozen",
                 )
         data = np.concatenate([part.data for part in parts])
         shape = codes.shape[len(index) :]
-        new[_frozen.KERNEL][index] = _reshaped(path, name, data, shape)
+        new[_frozen.KERNEL][index] = _reshaped(path, where, data, shape)
         new[_frozen.KERNEL_SCALE_INV][index] = _scales(
-            path, name, parts, scale_inv, scale_inv.shape[len(index) :]
+            where, parts, scale_inv, scale_inv.shape[len(index) :]
         )
         if _frozen.INPUT_SCALE in new:
-            fixed = _input_scale_inv(path, name, parts)
+            fixed = _input_scale_inv(where, parts)
             new[_frozen.INPUT_SCALE_INV][index] = fixed
             new[_frozen.INPUT_SCALE][index] = 1 / fixed
     return {name: _placed(array, old[name]) for name, array in new.items()}
 
 
 def _parts(path, find: Names, shape, tensors) -> Iterator[tuple]:
-    """Yield `(index, name, parts)` for each stacked parameter in one of this shape: the
-    tensors of its rows, and the name of the first.
+    """Yield `(index, where, parts)` for each stacked parameter in one of this shape: its
+    name for messages, and the tensors of its rows.
     """
     for index, names in find(path, shape):
-        yield index, names[0], [_tensor(path, name, tensors) for name in names]
+        parts = [_tensor(f"{name}, for {at(path)}", name, tensors) for name in names]
+        yield index, f"{names[0]}, for {at(path)}", parts
 
 
-def _input_scale_inv(path, name, parts: list[StoredTensor]) -> np.float32:
+def _input_scale_inv(where, parts: list[StoredTensor]) -> np.float32:
     """Return the fixed scale of the input that all parts of a frozen kernel have."""
     inputs = [part.input_scale_inv for part in parts]
     if any(x is None for x in inputs) or len(np.unique(inputs)) > 1:
         raise _error(
-            path,
-            name,
+            where,
             "one fixed scale of the input, as the model has",
             f"{inputs}",
             "freeze a model with Float8CurrentScaling",
@@ -152,7 +151,7 @@ def _input_scale_inv(path, name, parts: list[StoredTensor]) -> np.float32:
     return inputs[0][0]
 
 
-def _scales(path, name, parts: list[StoredTensor], scale_inv, shape) -> np.ndarray:
+def _scales(where, parts: list[StoredTensor], scale_inv, shape) -> np.ndarray:
     """Return the scales of the parts of a frozen kernel, in the shape and the dtype
     that the model has.
     """
@@ -165,8 +164,7 @@ def _scales(path, name, parts: list[StoredTensor], scale_inv, shape) -> np.ndarr
     if scales.shape != shape or not np.array_equal(rounded.astype(np.float32), scales):
         blocks = sorted({str(part.block or "the tensor") for part in parts})
         raise _error(
-            path,
-            name,
+            where,
             f"scales {scale_inv.dtype}{list(shape)}, as the model's recipe has",
             f"{list(scales.shape)}, a scale for each of {', '.join(blocks)}",
             "freeze a model with the recipe of the file, or load one that is not "
@@ -175,20 +173,19 @@ def _scales(path, name, parts: list[StoredTensor], scale_inv, shape) -> np.ndarr
     return rounded
 
 
-def _tensor(path: Path, name: str, tensors: dict[str, StoredTensor]) -> StoredTensor:
+def _tensor(where: str, name: str, tensors: dict[str, StoredTensor]) -> StoredTensor:
     """Return a tensor of the file, with its scales where it is codes."""
     tensor = tensors.get(name)
     if tensor is None:
         present = f"the file has {some(sorted(tensors), 4)}"
-        raise _error(path, name, "this tensor in the file", "none", present)
+        raise _error(where, "this tensor in the file", "none", present)
     if tensor.dtype not in _FLOATS:
         needed = f"a dtype of {_FLOATS}"
-        raise _error(path, name, needed, tensor.dtype, "no other weights are read")
+        raise _error(where, needed, tensor.dtype, "no other weights are read")
     if tensor.dtype.startswith("F8") and tensor.scale_inv is None:
         needed = f"scales {name}_scale or {name}_scale_inv"
         raise _error(
-            path,
-            name,
+            where,
             needed,
             "none",
             "give all files of the model; scales may be in another one",
@@ -196,7 +193,7 @@ def _tensor(path: Path, name: str, tensors: dict[str, StoredTensor]) -> StoredTe
     return tensor
 
 
-def _reshaped(path: Path, name: str, array: np.ndarray, shape) -> np.ndarray:
+def _reshaped(path: Path, where: str, array: np.ndarray, shape) -> np.ndarray:
     """Return an array of the file in the shape that the model has; a matrix may have
     its first and its last dimensions merged.
     """
@@ -207,8 +204,7 @@ def _reshaped(path: Path, name: str, array: np.ndarray, shape) -> np.ndarray:
         shapes.append((math.prod(shape),))
     if array.shape not in shapes:
         raise _error(
-            path,
-            name,
+            where,
             f"shape {list(shape)}, or a matrix of it",
             f"{list(array.shape)}",
             "check the model's sizes; a kernel is [out, in] in the file, and was "
@@ -217,10 +213,9 @@ def _reshaped(path: Path, name: str, array: np.ndarray, shape) -> np.ndarray:
     return array.reshape(shape)
 
 
-def _error(path: Path, name: str, needed: str, got: str, advice: str) -> ValueError:
+def _error(where: str, needed: str, got: str, advice: str) -> ValueError:
     return ValueError(
-        f"from_safetensors: {name}, for {at(path)}: expected {needed}, got {got}; "
-        f"{advice}"
+        f"from_safetensors: {where}: expected {needed}, got {got}; {advice}"
     )
 
 
