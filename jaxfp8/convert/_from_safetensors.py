@@ -87,12 +87,12 @@ def from_safetensors(
     return _with_leaves(variables, new)
 
 
-def _master(path: Path, stored: list[tuple], leaf) -> jax.Array:
+def _master(path: Path, weights: list[tuple], leaf) -> jax.Array:
     """Return a parameter in the dtype of `leaf`: matrices `[out, in]` become kernels
     `[*in, *out]`.
     """
     values = np.empty(leaf.shape, np.float32)
-    for index, where, parts in stored:
+    for index, where, parts in weights:
         decoded = [part.decode() for part in parts]
         whole = np.concatenate(decoded) if parts[1:] else decoded[0]
         if path[-1] == _frozen.KERNEL:
@@ -101,13 +101,13 @@ def _master(path: Path, stored: list[tuple], leaf) -> jax.Array:
     return _placed(values.astype(leaf.dtype), leaf)
 
 
-def _frozen_kernel(path: Path, stored: list[tuple], old: dict) -> dict[str, jax.Array]:
+def _frozen_kernel(path: Path, weights: list[tuple], old: dict) -> dict[str, jax.Array]:
     """Return the arrays of a frozen product by name: codes of the file as
     `[*stacked, *out, *in]`, and scales.
     """
     codes, scale_inv = old[_frozen.KERNEL], old[_frozen.KERNEL_SCALE_INV]
     new = {name: np.empty(a.shape, a.dtype) for name, a in old.items() if a is not None}
-    for index, where, parts in stored:
+    for index, where, parts in weights:
         for part in parts:
             if part.data.dtype != codes.dtype:
                 raise _error(
