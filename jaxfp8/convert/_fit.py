@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from flax import core
+from jax import lax
 
 from .._jax import _warnings
 from ..linen._mistakes import TRANSFORMER_ENGINE_BY_HAND
@@ -77,12 +79,12 @@ def _map_quantizers(where, flat, function):
 
 def _resize(history, length, axis=-1):
     """Resize a history of H slots along `axis` to `length` slots."""
-    history = jnp.moveaxis(jnp.asarray(history), axis, -1)
-    # Slot 0 is the newest entry; the next newest are at the end.
-    kept = min(history.shape[-1], length) - 1  # how many of the last slots stay
-    newest, older = history[..., :1], history[..., history.shape[-1] - kept :]
-    gap = jnp.zeros((*history.shape[:-1], length - 1 - kept), history.dtype)
-    return jnp.moveaxis(jnp.concatenate([newest, gap, older], axis=-1), -1, axis)
+    oldest_first = jnp.roll(jnp.asarray(history), -1, axis)
+    size = oldest_first.shape[axis]
+    kept = lax.slice_in_dim(oldest_first, max(size - length, 0), size, axis=axis)
+    pads = np.zeros((kept.ndim, 2), int)
+    pads[axis, 0] = max(length - size, 0)
+    return jnp.roll(jnp.pad(kept, pads), 1, axis)
 
 
 def merge_state(
