@@ -130,8 +130,8 @@ def _frozen_kernel(path: Path, weights: list[tuple], old: dict) -> dict[str, jax
 
 
 def _parts(path, find: Names, shape, tensors) -> Iterator[tuple]:
-    """Yield `(index, where, parts)` for each stacked parameter in one of this shape: its
-    name for messages, and the tensors of its rows.
+    """Yield `(index, where, parts)` for each stacked parameter in one of this shape:
+    its name for messages, and the tensors of its rows.
     """
     for index, names in find(path, shape):
         parts = [_tensor(f"{name}, for {at(path)}", name, tensors) for name in names]
