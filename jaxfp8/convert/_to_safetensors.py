@@ -114,21 +114,13 @@ def to_safetensors(
 
     # 1. FP8 kernels and their scales.
     for product in products:
-        product = product._replace(arrays=jax.device_get(product.arrays))
-        for index, parts in find(product.kernel, product.arrays[_frozen.KERNEL].shape):
-            weight = matrix(product, layout, index)
+        for name, weight in _weights(product, layout, find):
             fixed.setdefault(weight.input_scale_inv is not None, at(product.kernel))
-            for name, part in _divided(product.kernel, parts, weight):
-                if name.rpartition(".")[2] != "weight":
-                    raise ValueError(
-                        f"to_safetensors: names: {at(product.kernel)}: expected a name "
-                        f"<module>.weight, got {name!r}"
-                    )
-                add(name, part.data)
-                add(name + LAYOUTS[layout].suffix, part.scale_inv)
-                if part.input_scale_inv is not None:
-                    module = name.removesuffix("weight")
-                    add(f"{module}input_scale", part.input_scale_inv)
+            add(name, weight.data)
+            add(name + LAYOUTS[layout].suffix, weight.scale_inv)
+            if weight.input_scale_inv is not None:
+                module = name.removesuffix("weight")
+                add(f"{module}input_scale", weight.input_scale_inv)
     if len(fixed) > 1:
         raise ValueError(
             "to_safetensors: frozen: expected inputs with fixed scales in all layers "
@@ -136,20 +128,40 @@ def to_safetensors(
             "config is that of all layers"
         )
     # 2. Everything else, in the dtype that it has.
-    for path_, leaf in leaves.items():
-        if isinstance(leaf, _frozen.Placeholder):
-            continue
-        array = np.asarray(jax.device_get(leaf))
-        for index, parts in find(path_, array.shape):
-            weight = StoredTensor(_as_stored(path_, array[index]), "")
-            for name, part in _divided(path_, parts, weight):
-                add(name, part.data)
-                if path_[-1] == "kernel":
-                    ignored.append(name.removesuffix(".weight"))
+    for path_, name, array in _others(leaves, find):
+        add(name, array)
+        if path_[-1] == "kernel":
+            ignored.append(name.removesuffix(".weight"))
     find.check_used()
     with _files.replaced(path, "wb") as file:
         file.write(safetensors.numpy.save(tensors, {"format": "pt"}))
     return quantization_config(layout, ignored, True in fixed)
+
+
+def _weights(product, layout, find) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield the matrices of an FP8 kernel by their names."""
+    product = product._replace(arrays=jax.device_get(product.arrays))
+    for index, parts in find(product.kernel, product.arrays[_frozen.KERNEL].shape):
+        weight = matrix(product, layout, index)
+        for name, part in _divided(product.kernel, parts, weight):
+            if name.rpartition(".")[2] != "weight":
+                raise ValueError(
+                    f"to_safetensors: names: {at(product.kernel)}: expected a name "
+                    f"<module>.weight, got {name!r}"
+                )
+            yield name, part
+
+
+def _others(leaves, find) -> Iterator[tuple[Path, str, np.ndarray]]:
+    """Yield the arrays in high precision: path, name and array."""
+    for path, leaf in leaves.items():
+        if isinstance(leaf, _frozen.Placeholder):
+            continue
+        array = np.asarray(jax.device_get(leaf))
+        for index, parts in find(path, array.shape):
+            weight = StoredTensor(_as_stored(path, array[index]), "")
+            for name, part in _divided(path, parts, weight):
+                yield path, name, part.data
 
 
 def _as_stored(path: Path, array: np.ndarray) -> np.ndarray:
