@@ -115,6 +115,12 @@ def _store_codes(product, x, kernel, dimension_numbers) -> None:
         product.put_variable("params", name, leaf)
 
 
+def _refuse_other_kernels(product, differs) -> None:
+    """Raise a ValueError where a product had several kernels that differ."""
+    if not isinstance(differs, jax.core.Tracer) and np.any(np.asarray(differs)):
+        raise _several_kernels("/".join(product))
+
+
 def _several_kernels(product: str) -> ValueError:
     return ValueError(
         "freeze: model: expected one kernel for each FP8 product, got a product with "
@@ -161,9 +167,7 @@ def freeze(model: nn.Module, variables, args, kwargs):
         raise _frozen.nothing_to_freeze()
     products = {path[:-1] for path in codes}
     for product in sorted(products & has_another.keys()):
-        differs = has_another[product]
-        if not isinstance(differs, jax.core.Tracer) and np.any(np.asarray(differs)):
-            raise _several_kernels("/".join(product))
+        _refuse_other_kernels(product, has_another[product])
     state = traverse_util.flatten_dict(collections.pop(OVERWRITE_WITH_GRADIENT, {}))
     dropped, kept = {}, {}
     for path, leaf in state.items():
