@@ -166,10 +166,6 @@ CASES = {
         r"x: expected .*\[\]",
     ),
     "gradient of nnx.grad": (plain_gradient, "jaxfp8.nnx.grad"),
-    "seed of 1.5": (
-        lambda: jaxfp8.optim.quantized(optax.adam(1e-3), seed=1.5),
-        "optim.quantized: seed: expected an int, got 1.5; pass a Python int",
-    ),
     "codes in nn.Dense": (
         lambda: nn.Dense(8).apply(
             {"params": jaxfp8.quantize_params(PARAMS, STATE, RECIPE)}, X
