@@ -104,8 +104,9 @@ class Policy:
         # Each name may appear once. Without a dtype of its own, compute is params, and
         # output is compute.
         given = {}
-        pairs = text if "=" in text else f"params={text}"
-        for part in pairs.split(","):
+        if "=" not in text:
+            text = f"params={text}"
+        for part in text.split(","):
             key, _, dtype = (piece.strip() for piece in part.partition("="))
             if key not in _KEYS or _KEYS[key] in given:
                 raise ValueError(

@@ -64,7 +64,7 @@ def autocast(recipe: Recipe | None = None, enabled: bool = True):
         checked("autocast: recipe", recipe)
     if not isinstance(enabled, bool):
         raise TypeError(f"autocast: enabled: expected a bool, got {enabled!r}")
-    context = _region(recipe if enabled else False)
+    context = _region(enabled and recipe)
     context.__enter__()
     _thread.has_ended[context] = False
     try:

@@ -225,7 +225,9 @@ class Quantizer:
         one_scale = (1, 1) if batch else (1,)
 
         def as_scales(scale):
-            return scale.reshape(one_scale) if scale.ndim < 2 else scale
+            if scale.ndim < 2:
+                return scale.reshape(one_scale)
+            return scale
 
         def of_matrix(matrix):
             matrix = matrix.mT if contract_first else matrix

@@ -72,14 +72,14 @@ class TensorwiseQuantizer(FP8Quantizer):
             scale: see `quantize_operand`.
             reduce: see `OperandOptions`.
         """
-        leaf, stored = None, jnp.ones((1,), jnp.float32)
-        if scale is not None:
-            leaf, stored = scale.scale, scale.scale_inv
+        if scale is None:
+            amax = reduce(current_amax(), None).reshape(1)
+            stored = jnp.ones((1,), jnp.float32)
+        else:
+            amax = reduce(current_amax(), scale.scale).reshape(1)
+            stored = scale.scale_inv
         pair = ops.amax_to_scale(
-            reduce(current_amax(), leaf),
-            stored,
-            fp8_max=fp8_max(self.fp8_dtype),
-            margin=self.margin,
+            amax, stored, fp8_max=fp8_max(self.fp8_dtype), margin=self.margin
         )
         if self.power_2_scale:
             pair = _scaling.floor_to_power_of_two(pair[0])

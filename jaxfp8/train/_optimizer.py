@@ -325,8 +325,9 @@ def _with_state(tree, source, function) -> Any:
     state = [nodes[i] for i in _state_tree.flatten(source).positions()]
 
     def filled(node):
-        is_hole = isinstance(node, NoState)
-        return jax.tree.map(function, state.pop(0)) if is_hole else node
+        if isinstance(node, NoState):
+            return jax.tree.map(function, state.pop(0))
+        return node
 
     tree = jax.tree.map(filled, tree, is_leaf=lambda node: isinstance(node, NoState))
     assert not state

@@ -230,7 +230,10 @@ def combine(
         raise ValueError(message.format(odd[:3]))
     state, results = set(first.positions()), {}
     for i, pair in enumerate(zip(first.leaves, second.leaves, strict=True)):
-        results[i] = of_state(*pair) if i in state else of_others(*pair)
+        function = of_others
+        if i in state:
+            function = of_state
+        results[i] = function(*pair)
     return first.replace(results)
 
 
