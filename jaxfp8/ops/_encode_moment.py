@@ -14,8 +14,6 @@ that it spoils no other element. A subnormal element counts as zero, because XLA
 threads compute with subnormals as if they were zero.
 """
 
-import math
-
 import jax.numpy as jnp
 from jax import lax
 
@@ -29,7 +27,7 @@ from ..numerics._moment_codec import (
     join,
     split,
 )
-from . import _ffi
+from . import _ffi, _shapes
 from ._partition import blocks_of
 from ._primitive import Op, dims
 
@@ -78,8 +76,7 @@ def encode_moment(data, amax, exponent, after, keys, *, squared, axis):
 
 def to_rows(x, axis):
     """Return a matrix whose rows the blocks cut."""
-    x = jnp.moveaxis(x, axis, -1)
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return _shapes.merge(jnp.moveaxis(x, axis, -1), x.ndim - 1)
 
 
 def from_rows(rows, axis, shape):

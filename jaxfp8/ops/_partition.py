@@ -318,17 +318,14 @@ def _whole_blocks(mesh, axes, sizes):
         # 2. Find the most devices of which each has whole blocks; one device has them.
         names = [name for name in dims(first[:-1], len(sizes)) if name in sizes]
         size, entry = math.prod(map(sizes.get, names)), axes.get(first, ())
-        while entry and not _are_whole(blocks, size // _shards(mesh, entry)):
+        multiple = math.lcm(*blocks.values())
+        while entry and size // _shards(mesh, entry) % multiple:
             entry = entry[:-1]
         # 3. Cut the first dimension over these, and the scales with it.
         axes = {name: entry for name, entry in axes.items() if name not in names}
         if entry:
             axes |= dict.fromkeys([*blocks, first], entry)
     return axes
-
-
-def _are_whole(blocks, shard):
-    return all(shard % block == 0 for block in blocks.values())
 
 
 def _reduced_over(mesh, axes, names, combine):
