@@ -197,9 +197,10 @@ class Recipe:
         """Raise a TypeError unless the option `name` is a number of a kind, and not a
         bool; a ValueError unless it is from `least` to `most`.
         """
-        value, needed = getattr(self, name), f"a number from {least} to {most}"
+        noun = "an int" if kind is numbers.Integral else "a number"
+        value, needed = getattr(self, name), f"{noun} from {least} to {most}"
         is_number = isinstance(value, kind) and not isinstance(value, bool)
-        self.expect(is_number, name, f"{needed}, {kind.__name__}", TypeError)
+        self.expect(is_number, name, needed, TypeError)
         self.expect(least <= value <= most, name, needed)
 
     def __post_init__(self) -> None:
