@@ -75,7 +75,6 @@ def scales_as_bfloat16(leaf):
     return leaf.astype(jnp.bfloat16) if leaf.shape == (1,) else leaf
 
 
-ADAM = optax.adam(1e-3)
 UNBOUND = (
     r"Fp8DotGeneral: expected a call from a Linen module.* takes "
     r"dot_general=jaxfp8\.nnx\.Fp8DotGeneral\(recipe\)"
@@ -87,7 +86,6 @@ NNX_INSTANCE = (
 LINEN_INSTANCE = (
     "{}: expected a class or a function that makes a product, got an instance; pass {}="
 )
-SEED = "optim.quantized: seed: expected an int, got {}; pass a Python int"
 EINSUM = nn.Einsum((8, 8), "abi,io->abo")
 FP8_EINSUM = jaxfp8.quantize(EINSUM, [(".*", jaxfp8.Float8CurrentScaling())])
 NO_ARRAY = (
@@ -183,13 +181,6 @@ CASES = {
         r"x: expected .*\[\]",
     ),
     "gradient of nnx.grad": (plain_gradient, "jaxfp8.nnx.grad"),
-    **{
-        f"seed {seed}": (
-            lambda seed=seed: jaxfp8.optim.quantized(ADAM, seed=seed),
-            SEED.format(".*" if isinstance(seed, jax.Array) else repr(seed)),
-        )
-        for seed in (1.5, jnp.ones(2, jnp.int32))
-    },
     "codes in nn.Dense": (
         lambda: nn.Dense(8).apply(
             {"params": jaxfp8.quantize_params(PARAMS, STATE, RECIPE)}, X
