@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import operator
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen as nn, nnx
+from flax import linen as nn
 
 from .._jax._table import natural, table
 from .._jax._trees import split_arrays
@@ -114,19 +113,14 @@ def _function(model, args, variables, kwargs):
     if isinstance(model, nn.Module):
         if variables is None:
             variables = model.init(jax.random.key(0), *args, **kwargs)
-        fn = model.apply
+        model = model.apply
         args = (variables, *args)
     elif variables is not None:
         raise TypeError(
             "compare: variables: expected None for a model that is not Linen's, which "
             "holds its own arrays"
         )
-    elif isinstance(model, nnx.Module):
-        fn = operator.call
-        args = (model, *args)
-    else:
-        fn = model
-    return nnx_inspect.function_of_arrays(fn, args, kwargs)
+    return nnx_inspect.function_of_arrays(model, args, kwargs)
 
 
 def _run(fn, arrays, loss, *functions) -> Runs:

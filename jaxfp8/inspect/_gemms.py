@@ -3,7 +3,6 @@ does not run in FP8.
 """
 
 import dataclasses
-import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -83,9 +82,6 @@ def gemms(
         ValueError: `platform` is unknown.
     """
     target = Target.parse(platform)
-    if isinstance(fn, nnx.Module):
-        args = (fn, *args)
-        fn = operator.call
     program = traced(*function_of_arrays(fn, args, kwargs))
     # A Counter keeps the order in which rows first appear, which is that of the
     # program.

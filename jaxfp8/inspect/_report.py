@@ -118,18 +118,15 @@ def report(
             for an NNX module.
         ValueError: with `strict`, a rule decides about no layer.
     """
-    if not isinstance(model, (nn.Module, nnx.Module)):
-        raise TypeError(
-            f"report: model: expected a Linen or an NNX module, got {kind(model)}"
-        )
     if isinstance(model, nn.Module):
         rows = _linen_rows(model, variables, args, kwargs)
-    elif variables is not None:
-        raise TypeError(
-            "report: variables: expected none for an NNX model, which holds its state"
-        )
-    else:
+    elif isinstance(model, nnx.Module) and variables is None:
         rows = _nnx_rows(model, args, kwargs)
+    else:
+        raise TypeError(
+            "report: model: expected a Linen module, or an NNX module and no "
+            f"variables, got {kind(model)}"
+        )
     paths = sorted(rows.by_path, key=natural)
     result = Report([rows.by_path[path] for path in paths], rows.unused())
     if result.unused:

@@ -16,9 +16,9 @@ from ._quantize_by_rules import layers
 
 def function_of_arrays(fn, args, kwargs):
     """Turn `fn(*args, **kwargs)` into `(function of a tree of arrays, the tree)`, whose
-    modules name their programs.
+    modules name their programs; `fn` may be a module itself.
     """
-    leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_object)
+    leaves, tree = jax.tree.flatten((fn, args, kwargs), is_leaf=_is_object)
     graphdef, state = nnx.split(tuple(filter(_is_object, leaves)))
     # nnx.merge makes the modules anew, from these classes, whose calls put the path of
     # the module into the program.
@@ -34,7 +34,7 @@ def function_of_arrays(fn, args, kwargs):
             _set_names(top)
         objects, rest = iter(objects), iter(joined(arrays))
         values = [next(objects if _is_object(leaf) else rest) for leaf in leaves]
-        args, kwargs = tree.unflatten(values)
+        fn, args, kwargs = tree.unflatten(values)
         return fn(*args, **kwargs)
 
     return run, (state, arrays)

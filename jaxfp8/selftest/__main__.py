@@ -19,19 +19,6 @@ from . import _workers
 _COLUMNS = ("status", "check", "detail")
 
 
-def parse_arguments(argv=None) -> argparse.Namespace:
-    """Read the command line; an option that makes no sense ends the program with a
-    message.
-    """
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxfp8.selftest", description=__doc__.split("\n\n")[0]
-    )
-    parser.add_argument("--json", metavar="PATH", help="write everything here")
-    ops = list(_op_calls.OPS)
-    parser.add_argument("--only", metavar="OP", nargs="+", choices=ops, default=ops)
-    return parser.parse_args(argv)
-
-
 def jobs(ops: list[str], platform: str | None) -> list[list[str]]:
     """Return the checks, divided among processes that may run side by side.
 
@@ -65,7 +52,13 @@ def remedy(rows: list[dict]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command."""
-    args = parse_arguments(argv)
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxfp8.selftest", description=__doc__.split("\n\n")[0]
+    )
+    parser.add_argument("--json", metavar="PATH", help="write everything here")
+    ops = list(_op_calls.OPS)
+    parser.add_argument("--only", metavar="OP", nargs="+", choices=ops, default=ops)
+    args = parser.parse_args(argv)
     start = time.perf_counter()
     # What the machine has decides how the other checks run.
     (machine,) = _workers.finish([["machine"]])

@@ -2,7 +2,6 @@
 results: functions `(results, expected) -> clause`, or None where the results are right.
 """
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -84,7 +83,7 @@ def bit_problem(results, expected, inexact: int = 0):
 # Two updates or parameters come before two moments of each. A GPU's jnp divides and
 # takes roots with errors of 2 ulp, of a number below 4 where a parameter's sum cancels.
 # Moments are sums of products, which all platforms round alike.
-_step_problem = functools.partial(bit_problem, inexact=2)
+_INEXACT = {"adam_update": 2}
 
 
 def _order(codes):
@@ -116,11 +115,6 @@ def _code_problem(results, expected):
         if different > 1 + _DIFFERENT * data.size:
             return f"codes: {different} of {data.size} differ by one"
     return _wrong("amax", amax, right_amax, _AMAX * right_amax)
-
-
-_PROBLEMS = dict.fromkeys(COMPUTED, _code_problem) | {
-    "adam_update": _step_problem,
-}
 
 
 def product_problem(got, right, magnitude, k: int, tensor_cores: bool) -> str | None:
@@ -177,7 +171,9 @@ class Case(NamedTuple):
         if self.op in PRODUCTS:
             k = self.arguments[0].shape[-1]
             return product_problem(*results, *expected, k, tensor_cores)
-        return _PROBLEMS.get(self.op, bit_problem)(results, expected)
+        if self.op in COMPUTED:
+            return _code_problem(results, expected)
+        return bit_problem(results, expected, _INEXACT.get(self.op, 0))
 
     def reference(self) -> list:
         """Return the results of the reference; of a product also from magnitudes."""

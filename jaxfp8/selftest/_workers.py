@@ -22,7 +22,8 @@ _spawned = multiprocessing.get_context("spawn")
 
 
 def work(names: list[str], send: Callable[[dict], None]) -> None:
-    """Run checks in this process, and send a row for each.
+    """Run checks in this process, such as "training" and "values:amax", and send a row
+    for each.
 
     A check that raises is the last one in the process: a failed launch on a GPU would
     fail every later check.
@@ -31,7 +32,9 @@ def work(names: list[str], send: Callable[[dict], None]) -> None:
         start = time.perf_counter()
         has_raised = False
         try:
-            row = _run(name)
+            kind, _, op = name.partition(":")
+            check = getattr(_checks, kind)
+            row = check(op) if op else check()
         except Exception as error:  # a broken kernel or installation may raise anything
             has_raised = True
             detail = f"{type(error).__name__}: {error}"[:2000]
@@ -39,13 +42,6 @@ def work(names: list[str], send: Callable[[dict], None]) -> None:
         send({"check": name, **row, "seconds": time.perf_counter() - start})
         if has_raised:
             return
-
-
-def _run(name: str) -> dict[str, Any]:
-    """Run a check: "values:amax" is `_checks.values("amax")`."""
-    kind, _, op = name.partition(":")
-    check = getattr(_checks, kind)
-    return check(op) if op else check()
 
 
 def begin(names: list[str], connection) -> None:

@@ -309,7 +309,7 @@ def test_platforms():
     )
     inspect.assert_fp8(ragged, *args, platform="sm_89")
     assert the_reason(ragged, *args, platform="sm_80") == wanted
-    with pytest.raises(TypeError, match="'ShapeDtypeStruct' object is not callable"):
+    with pytest.raises(TypeError, match="object is not callable"):
         inspect.assert_fp8(X)  # a result in place of a function
     with pytest.raises(
         ValueError, match="gemms: platform: expected None, .*got 'hopper'"

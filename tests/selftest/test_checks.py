@@ -174,8 +174,17 @@ def test_any_nan_is_a_right_number(dtype):
     assert other_nan.tobytes() != right.tobytes()
     assert not _cases.bit_problem([other_nan], [right])
     assert _cases.bit_problem([right[::-1]], [right])
+    assert _cases.bit_problem([right], [np.ones_like(right)])
     above = np.nextafter(right, right.dtype.type(2))
     assert _cases.bit_problem([above], [right])
     codes = np.asarray([1, np.nan], jnp.float8_e4m3fn)
     assert _cases.bit_problem([-codes], [codes])
     assert _cases.bit_problem([codes[1:]], [-codes[1:]])
+
+
+def test_a_nan_is_no_neighbour_of_the_largest_code():
+    amax = np.ones(1, np.float32)
+    largest, nan = np.uint8([[0x7E], [0x7F]]).view(jnp.float8_e4m3fn)
+    for got, right in ((largest, nan), (nan, largest)):
+        assert _cases._code_problem([got, amax], [right, amax])
+        assert not _cases._code_problem([got, amax], [got, amax])
