@@ -10,7 +10,7 @@ import oracle
 import pytest
 from cpu_mesh import mesh_of
 from jax.sharding import NamedSharding, PartitionSpec as P
-from oracle import blocks as oracle_blocks
+from oracle import assert_bitwise, blocks as oracle_blocks
 from recipes.cases import RECIPES, ByProduct
 
 import jaxfp8
@@ -196,3 +196,18 @@ def test_nan_in_a_group():
     _, drhs = vjp(np.where(np.isfinite(grad), grad, 0))
     assert np.flatnonzero(np.isnan(y).any(axis=1)).tolist() == [90]
     assert np.isnan(drhs[0]).all() and np.isfinite(drhs[1:]).all()
+
+
+def test_vmap():
+    lhs, rhs, _ = operands()
+    lhs[ROWS:] = 0
+    both, sizes = np.stack([lhs, 3 * lhs[::-1]]), np.int32([SIZES, SIZES[::-1]])
+
+    def product(lhs, rhs, sizes):
+        return jaxfp8.ragged_dot(lhs, rhs, sizes, recipe=jaxfp8.Float8BlockScaling())
+
+    got = jax.vmap(product, in_axes=(0, None, 0))(both, rhs, sizes)
+    for i in range(2):
+        assert_bitwise(
+            got[i], np.asarray(product(both[i], rhs, sizes[i])), f"member {i}"
+        )
