@@ -251,7 +251,7 @@ class _QuantizeBlocks(_OpOfBlocks):
                 scales = outputs[2 * i + 1]
                 outputs[2 * i + 1] = _blocks.by_block(scales, block, *matrix)
         pairs = zip(outputs, types, strict=True)
-        return [x.view(of.dtype).reshape(of.shape) for x, of in pairs]
+        return [x.view(result.dtype).reshape(result.shape) for x, result in pairs]
 
     def cpu(self, x):
         return self.call(x, True)
