@@ -279,6 +279,12 @@ def test_rules():
     variables = jax.eval_shape(model.init, KEY, X)
     assert the_reason(model.apply, variables, X) == "rule 1 says None"
     inspect.assert_fp8(model.apply, variables, X, allow="layers_1")
+    width = X.shape[-1]
+    layers = [nnx.Linear(width, width, rngs=nnx.Rngs(0)) for _ in range(2)]
+    model = jaxfp8.nnx.quantize(
+        nnx.Sequential(*layers), [("layers/0", A), ("layers/1", None)]
+    )
+    assert the_reason(model, X) == "rule 1 says None"
 
 
 @pytest.mark.filterwarnings("ignore::jaxfp8.FP8StateWarning")
