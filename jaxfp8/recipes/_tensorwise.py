@@ -74,12 +74,12 @@ class TensorwiseQuantizer(FP8Quantizer):
         """
         if scale is None:
             amax = reduce(current_amax(), None).reshape(1)
-            stored = jnp.ones((1,), jnp.float32)
+            old_scale_inv = jnp.ones((1,), jnp.float32)
         else:
             amax = reduce(current_amax(), scale.scale).reshape(1)
-            stored = scale.scale_inv
+            old_scale_inv = scale.scale_inv
         pair = ops.amax_to_scale(
-            amax, stored, fp8_max=fp8_max(self.fp8_dtype), margin=self.margin
+            amax, old_scale_inv, fp8_max=fp8_max(self.fp8_dtype), margin=self.margin
         )
         if self.power_2_scale:
             pair = _scaling.floor_to_power_of_two(pair[0])
