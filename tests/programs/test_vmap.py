@@ -122,7 +122,9 @@ def test_a_bias_for_each_kernel(state_axis):
     x, kernels, grad = cases.operands(B, kernels=(B,))
     biases = np.float32(np.arange(B * cases.N).reshape(B, -1))
     states = [used_state(seed) for seed in range(B)]
-    packed = cases.pack(states if state_axis == 0 else states[0])
+    if state_axis is None:
+        states = states[:1] * B
+    packed = cases.pack(states[0] if state_axis is None else states)
 
     def product(x, kernel, bias, state):
         return jaxfp8.dot_general(
@@ -134,7 +136,6 @@ def test_a_bias_for_each_kernel(state_axis):
 
     y, vjp = jax.vjp(members, biases, packed)
     dbiases, _ = vjp(grad)
-    states = states if state_axis == 0 else states[:1] * B
     for i, (dbias, state) in enumerate(zip(dbiases, states, strict=True)):
         oracle.assert_column_sums(dbias, grad[i], f"bias {i}")
         oracle.dense_step(x[i], kernels[i], grad[i], state, bias=biases[i]).y.check(

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from programs.cases import stack_rows
 
 from jaxfp8.train import accumulate_gradients, update_state
 
@@ -34,8 +35,8 @@ def in_a_scan(variables, batches):
             total, jax.grad(replay.loss)(variables, *batch)
         ), None
 
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
-    return jax.lax.scan(body, jax.tree.map(jnp.zeros_like, variables), stacked)[0]
+    zeros = jax.tree.map(jnp.zeros_like, variables)
+    return jax.lax.scan(body, zeros, stack_rows(batches))[0]
 
 
 @pytest.mark.parametrize("accumulate", [in_a_python_loop, in_a_scan])
