@@ -57,6 +57,10 @@ def stack_rows(trees):
     return jax.tree.map(lambda *rows: jnp.stack(rows), *trees)
 
 
+def sgd(params, gradient, rate):
+    return jax.tree.map(lambda p, g: p - rate * g, params, gradient)
+
+
 def pack(states):
     """LayerStates, nested in lists, as the package's pytree with as many leading
     axes.

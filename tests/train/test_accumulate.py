@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from programs.cases import stack_rows
+from programs.cases import sgd, stack_rows
 
 from jaxfp8.train import accumulate_gradients, update_state
 
@@ -53,9 +53,7 @@ def test_training_with_microbatches(accumulate):
         state = replay.step(state, kernel, batches)
         variables = update_state(variables, total)
         replay.assert_state(variables, state, f"step {i}")
-        variables["params"] = jax.tree.map(
-            lambda p, g: p - 0.1 * g, variables["params"], total["params"]
-        )
+        variables["params"] = sgd(variables["params"], total["params"], 0.1)
 
 
 def test_the_mean_is_of_parameters_alone():
