@@ -17,51 +17,35 @@ SHOWN = {
     "flax_dynamic_scale",
     "bad_numbers",
 }
-# Rows that start processes, need 12 GiB or train are nightly.
-HEAVY = {"large", "processes", "reload", "reload_without", "cache", "proof"}
-# Rows that tests of other folders show to the bit are of the scoreboard, and nightly.
-SHOWN_BY_OTHER_TESTS = {
-    "bad_value_in_x",
-    "bad_value_in_kernel",
-    "bad_value_in_grad",
-    "tiny_amax",
-    "subnormals",
-    "float16",
-    "bfloat16_gain",
-    "every_half_code",
-    "empty_contraction",
-    "empty_expert",
-    "not_floats",
-    "called_twice",
-    "scan_of_microbatches",
-    "scan_that_broadcasts",
-    "vmap_over_examples",
-    "branch_not_taken",
-    "unused_expert",
-    "frozen_layer",
-    "same_from_every_way",
-    "two_threads",
-    "accumulation_in_a_loop",
-    "accumulation_in_a_scan",
-    "flax_dynamic_scale",
-    "clipped_by_hand",
-    "apply_if_finite",
-    "cast_gradients",
-    "slipped",
-    "documented_gradient",
-    "plain_gradient",
-    "parameters_alone",
-    "plain_optax",
-    "stale_gradient",
-    "pmapped",
-    "restored",
-    "from_high_precision",
-    "changed_length",
-    "missing_state",
-    "bad_numbers",
-    "with_shard_map",
-    "tiny_gradients",
-    "huge_operands",
+# Rows that no other test shows. The others are nightly: other tests show them to the
+# bit, or they start processes, need 12 GiB or train.
+ALONE = {
+    "first_step_current",
+    "first_step_unit",
+    "zero_tensors",
+    "zero_blocks",
+    "nan_on_one_device",
+    "empty_batch",
+    "empty_shard",
+    "stacked_rows",
+    "mean_over_devices",
+    "more_than_gradients",
+    "schedule_free",
+    "checkpointed_loop",
+    "norm_of_all",
+    "changed_recipe",
+    "no_state",
+    "left_out_state",
+    "foreign_state",
+    "dropped_state",
+    "two_gradients",
+    "two_optimizers",
+    "named_initializers",
+    "out_sharding",
+    "logged_scale",
+    "through_dequantize",
+    "symbolic_batch",
+    "vmap_of_cond",
 }
 # Where neither optax nor Flax's own classes promote dtypes, the session's strict rules
 # hold.
@@ -71,11 +55,9 @@ STRICT = ("values", "shapes", "meshes", "ffi")
 def _cases():
     for row in rows.BY_NAME.values():
         for name, layer in LAYERS.items() if row.any_layer else [("Linen", OURS)]:
-            is_shown = row.name in SHOWN and name == "Linen"
-            is_slow = row.name in HEAVY | SHOWN_BY_OTHER_TESTS
-            marks = (
-                [] if is_shown else [pytest.mark.slow] if is_slow else [pytest.mark.ci]
-            )
+            marks = [pytest.mark.ci if row.name in ALONE else pytest.mark.slow]
+            if row.name in SHOWN and name == "Linen":
+                marks = []
             yield pytest.param(
                 row, layer, marks=marks, id=f"{row.subject}-{row.name}-{name}"
             )
@@ -90,7 +72,7 @@ def test_row(row, layer):
 
 
 def test_the_lists_and_the_page_name_rows():
-    assert SHOWN | HEAVY | SHOWN_BY_OTHER_TESTS <= set(rows.BY_NAME)
+    assert SHOWN | ALONE <= set(rows.BY_NAME)
     page = (pathlib.Path(__file__).parent / "README.md").read_text()
     for row in rows.BY_NAME.values():
         assert f"| {row.title} |" in page, row.title

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from draws import KEY, normal
 from equality import assert_same_bits as assert_same
+from programs.cases import sgd
 
 import jaxfp8
 from jaxfp8.linen import quantize
@@ -118,9 +119,7 @@ def compare_training(quantized, hand, *x, steps=2):
         wanted = run_hand(variables, *x)
         assert_same(got, wanted, f"step {i}")
         _, gradients = got
-        params = jax.tree.map(
-            lambda p, g: p - 0.1 * g, variables["params"], gradients["params"]
-        )
+        params = sgd(variables["params"], gradients["params"], 0.1)
         variables = {"params": params} | (
             {OWG: gradients[OWG]} if OWG in gradients else {}
         )

@@ -13,6 +13,7 @@ import pytest
 from draws import KEY, normal
 from equality import assert_same_bits as assert_same
 from parametrize import each_row
+from programs.cases import sgd
 
 import jaxfp8
 from jaxfp8.dot import _layers_by_rule
@@ -104,9 +105,7 @@ def test_steps(columns, kinds, one, monkeypatch):
             np.testing.assert_allclose(got, wanted, rtol=0, atol=most)
         state = gradient[OWG]
         assert_same([state["key"], state["value"]], [state["query"]] * 2)
-        params = jax.tree.map(
-            lambda p, g: p - 0.1 * g, variables["params"], gradient["params"]
-        )
+        params = sgd(variables["params"], gradient["params"], 0.1)
         variables = {"params": params, OWG: state}
 
 

@@ -13,6 +13,7 @@ from draws import KEY, normal
 from equality import assert_same_bits as assert_same
 from flax.traverse_util import flatten_dict
 from parametrize import each_row
+from programs.cases import sgd
 from programs.linen import STACKED, Stack
 
 import jaxfp8
@@ -174,9 +175,7 @@ def test_numbers_are_those_of_gated_mlp(options):
         if OWG in grads:
             state = grads[OWG]["mlp"]
             assert_same(state["up_proj"], state["gate_proj"])
-        params = jax.tree.map(
-            lambda p, g: p - 0.01 * g, variables["params"], grads["params"]
-        )
+        params = sgd(variables["params"], grads["params"], 0.01)
         variables = jaxfp8.update_state(variables | {"params": params}, grads)
 
 

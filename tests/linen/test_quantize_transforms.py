@@ -47,21 +47,13 @@ def scanned(recipe=None, collections=("params", OWG)):
 
 
 def mapped(recipe=None):
-    class Mapped(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            dense = nn.vmap(
-                nn.Dense,
-                **STACKED,
-            )
-            return dense(5, name="heads", dot_general_cls=fp8(recipe))(x)
-
-    return Mapped()
+    heads = nn.vmap(nn.Dense, **STACKED)
+    return nn.Sequential([heads(5, dot_general_cls=fp8(recipe))])
 
 
 def test_scan_and_vmap():
     compare_training(quantize(scanned(), [("blocks/dense", A)]), scanned(A), x())
-    compare_training(quantize(mapped(), [("heads", A)]), mapped(A), x())
+    compare_training(quantize(mapped(), [("layers_0", A)]), mapped(A), x())
     compare_programs(
         quantize(nn.remat(nn.Dense)(5), [("", A)]),
         nn.remat(nn.Dense)(5, dot_general_cls=fp8(A)),

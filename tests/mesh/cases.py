@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from programs.cases import MATMUL as MATMUL, stacked as stacked
+from programs.cases import MATMUL as MATMUL, row as row, stacked as stacked
 
 import jaxfp8
 

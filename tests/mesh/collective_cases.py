@@ -15,7 +15,7 @@ from equality import assert_same_bits
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from oracle import BF16, F32, blocks as oracle_blocks
-from programs.cases import pack
+from programs.cases import pack, row, stack_rows
 from programs.known_amax import HISTORY, used_state
 from recipes import cases as recipe_cases
 
@@ -142,10 +142,7 @@ def quantized(name, x, state: oracle.State, is_grad: bool) -> np.ndarray:
 
 
 def loop(use, xs, grads, state):
-    return jax.tree.map(
-        lambda *each: jnp.stack(each),
-        *(use(*pair, state) for pair in zip(xs, grads, strict=True)),
-    )
+    return stack_rows(use(*pair, state) for pair in zip(xs, grads, strict=True))
 
 
 def scan(use, xs, grads, state):
@@ -189,7 +186,7 @@ def step(case: Case, recipe, program=loop, check_vma=True, state_spec=None):
     def shard(xs, grads, state):
         xs = xs[:, 0]
         grads = grads[:, 0]
-        state = jax.tree.map(lambda leaf: leaf[0], state) if state_spec else state
+        state = row(state, 0) if state_spec else state
 
         def loss(xs, state):
             values, ys = program(use, xs, grads, state)

@@ -112,7 +112,7 @@ def reference() -> cases.Run:
     def loss(weights, state, x, target):
         x = x.reshape(-1, WIDTH)
         for i in range(STAGES):
-            x = layer(weights[i], jax.tree.map(lambda leaf, i=i: leaf[i], state), x)
+            x = layer(weights[i], cases.row(state, i), x)
         return jnp.sum(x * target.reshape(-1, WIDTH))
 
     return jax.device_get(
@@ -173,7 +173,7 @@ def by_ppermute(
 
     def loss(weights, state, x, target):
         kernel = weights[0]
-        own = jax.tree.map(lambda leaf: leaf[0], state)
+        own = cases.row(state, 0)
         if not checked and "data" in manual:
             kernel = replicated(kernel, ("data",))
         stage = lax.axis_index("stage")

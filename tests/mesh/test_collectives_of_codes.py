@@ -13,7 +13,7 @@ import pytest
 from equality import assert_same_bits
 from jax.sharding import PartitionSpec as P
 from oracle import BF16, E4M3, F32, blocks as oracle_blocks
-from programs.cases import MATMUL, pack
+from programs.cases import MATMUL, pack, row
 from programs.known_amax import used_state
 
 import jaxfp8
@@ -58,7 +58,7 @@ def test_layers_in_a_loop():
         oracle.assert_bitwise(ys[i], y, "y")
         oracle.assert_bitwise(dxs[i], dx, "dx")
         one = cases.next_state(collective, xs[i : i + 1], grads[i : i + 1], state)
-        assert_same_bits(jax.tree.map(lambda leaf, i=i: leaf[i], after), one, "state")
+        assert_same_bits(row(after, i), one, "state")
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "block", "mx"])
@@ -111,9 +111,7 @@ def test_states_of_stages(case, check_vma):
         oracle.assert_bitwise(dxs[i], dx, "dx")
     for i, state in enumerate(states):
         one = cases.next_state(collective, xs[:, i], grads[:, i], state)
-        assert_same_bits(
-            jax.tree.map(lambda leaf, i=i: leaf[i], after), one, f"state {i}"
-        )
+        assert_same_bits(row(after, i), one, f"state {i}")
 
 
 def test_remat_keeps_the_codes():

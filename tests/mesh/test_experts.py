@@ -234,7 +234,6 @@ def test_capacity():
             rows = [r for r in np.argsort(mine, kind="stable") if mine[r] // 2 == there]
             mine[rows[capacity:]] = -1
         assert dropped[device] == np.sum((kept != expert)[12 * device :][:12])
-    assert dropped.sum() > 0
     wanted = jax.jit(GATED.apply)(variables, x, kept, weights)
     assert_same_bits(got, wanted, "y")
 

@@ -110,8 +110,6 @@ def two_steps(gradient, loss):
 def test_layers(data, around, gradient):
     """A map in each layer, whose state has a row for each layer."""
     wanted = two_steps(gradient, layers(around, product))
-    newest_two = np.asarray(wanted.output_grad.amax_history)[:, [0, -1]]
-    assert np.all(newest_two > 0)
     got = two_steps(gradient, layers(around, mapped_layer(data)))
     cases.assert_same(got, jax.device_get(wanted), "layers")
 

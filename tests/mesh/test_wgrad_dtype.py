@@ -45,10 +45,7 @@ def expected():
         for x, grad in zip(np.split(X, DEVICES), np.split(GRAD, DEVICES), strict=True)
     ]
     rounded = [part.astype(BF16).astype(F32) for part in parts]
-    total = sum(rounded).astype(BF16).astype(F32)
-    assert not np.array_equal(rounded, parts)
-    assert not np.array_equal(total, sum(parts).astype(BF16).astype(F32))
-    return total
+    return sum(rounded).astype(BF16).astype(F32)
 
 
 def mesh(kind):

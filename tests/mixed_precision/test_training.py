@@ -97,9 +97,6 @@ def test_nnx_states_are_no_copies():
     oracle.assert_bitwise(model.kernel.get_value(), before["kernel"], "rolled back")
 
 
-# ------------------------------------------------------------------------- accumulation
-
-
 # ----------------------------------------------------------------------- value_and_grad
 
 

@@ -14,6 +14,7 @@ from draws import KEY
 from equality import assert_same_bits
 from flax import nnx
 from programs import known_amax
+from programs.cases import sgd
 from programs.known_amax import HISTORY, RECIPES, K as K, M as M, N as N, leaves, merged
 from programs.nnx import NNX, use as use
 
@@ -94,11 +95,7 @@ def compare_with_linen(module, in_features, *args):
         gradients, y = jax.grad(
             lambda v: loss_of(module.apply(v, *args)), has_aux=True
         )(variables)
-        params = jax.tree.map(
-            lambda p, g: p - np.float32(0.125) * g,
-            variables["params"],
-            gradients["params"],
-        )
+        params = sgd(variables["params"], gradients["params"], np.float32(0.125))
         return {"params": params, OWG: gradients[OWG]}, y
 
     for i in range(2):

@@ -47,12 +47,26 @@ def stacked(tree, count):
     return jax.tree.map(lambda leaf: jnp.stack([leaf] * count), tree)
 
 
+def row(tree, i):
+    """Layer `i` of a stacked tree."""
+    return jax.tree.map(lambda leaf: leaf[i], tree)
+
+
+def stack_rows(trees):
+    """Trees of one structure as the layers of a stacked one."""
+    return jax.tree.map(lambda *rows: jnp.stack(rows), *trees)
+
+
+def sgd(params, gradient, rate):
+    return jax.tree.map(lambda p, g: p - rate * g, params, gradient)
+
+
 def pack(states):
     """LayerStates, nested in lists, as the package's pytree with as many leading
     axes.
     """
     if isinstance(states, list):
-        return jax.tree.map(lambda *each: jnp.stack(each), *map(pack, states))
+        return stack_rows(map(pack, states))
     return packed(leaves(states))
 
 

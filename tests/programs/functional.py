@@ -29,11 +29,7 @@ def accumulated(loss, argnums):
             value, (gradient, dx) = jax.value_and_grad(loss, argnums)(
                 layer, xs[i : i + 1], grads[i : i + 1]
             )
-            total = (
-                gradient
-                if total is None
-                else jaxfp8.accumulate_gradients(total, gradient)
-            )
+            total = jaxfp8.accumulate_gradients(total, gradient)
             values, dxs = [*values, value], [*dxs, dx]
         return sum(values), (total, jnp.concatenate(dxs))
 

@@ -18,6 +18,7 @@ import jaxfp8
 import jaxfp8.linen
 import jaxfp8.nnx
 
+from .cases import row
 from .known_amax import OWN, USES, K, M, N, Program
 
 OWG = jaxfp8.OVERWRITE_WITH_GRADIENT
@@ -145,7 +146,7 @@ def _fill(tree, values):
 
 def each(call, total, uses):
     for i in range(len(uses[0])):
-        total, _ = call(total, jax.tree.map(lambda a, i=i: a[i], uses))
+        total, _ = call(total, row(uses, i))
     return total, None
 
 
@@ -235,7 +236,7 @@ def applied(program):
     def run(use, total, uses):
         layer = use(name="use")
         if layer.is_initializing():
-            return layer(total, jax.tree.map(lambda a: a[0], uses))
+            return layer(total, row(uses, 0))
         unbound, variables = layer.unbind()
         return total + program(
             lambda x, grad: unbound.apply(variables, jnp.float32(0), (x, grad))[0],

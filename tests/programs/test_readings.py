@@ -9,7 +9,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from draws import KEY
 from equality import assert_same_bits
@@ -18,7 +17,7 @@ from parametrize import each_row
 
 import jaxfp8
 from jaxfp8.ops import _readings
-from programs.cases import MATMUL, stacked
+from programs.cases import MATMUL, row, stack_rows, stacked
 
 LAYERS, ROWS, WIDTH = 4, 8, 16
 DELAYED = jaxfp8.DelayedScaling(amax_history_len=4)
@@ -116,17 +115,13 @@ def assert_same_steps(loop, recipe, use=layer):
         x = x.at[0, 0].set(jnp.nan) if step == 2 else x
         if step == 4:
             states = jax.tree.map(lambda leaf: leaf.at[1].set(-leaf[1]), states)
-        rows = [jax.tree.map(lambda leaf, i=i: leaf[i], states) for i in range(LAYERS)]
+        rows = [row(states, i) for i in range(LAYERS)]
         (dkernels, next_states), _ = in_loop((kernels, states), x)
         expected, _ = one_by_one((list(kernels), rows), x)
-        expected = [
-            jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
-            for layers in expected
-        ]
+        expected = list(map(stack_rows, expected))
         assert_same_bits(next_states, expected[1], f"state of step {step}")
         assert_same_bits(dkernels, expected[0], f"gradients of step {step}")
         states = next_states
-    assert any(np.any(leaf) for leaf in jax.tree.leaves(states))
 
 
 @each_row("recipe", RECIPES)
@@ -174,10 +169,8 @@ def test_a_row_by_its_index_names_unstack():
     states = stacked(jaxfp8.init_state(DELAYED), LAYERS)
 
     def first(states):
-        state = jax.tree.map(lambda leaf: leaf[0], states)
-        return jnp.sum(
-            layer(DELAYED, jnp.ones((ROWS, WIDTH)), jnp.ones((WIDTH, WIDTH)), state)
-        )
+        x, kernel = jnp.ones((ROWS, WIDTH)), jnp.ones((WIDTH, WIDTH))
+        return jnp.sum(layer(DELAYED, x, kernel, row(states, 0)))
 
     with pytest.raises(TypeError, match="jnp.unstack"):
         jaxfp8.grad(first)(states)

@@ -24,6 +24,10 @@ ROLES = (
 M, K, N = 6, 10, 8
 
 
+def codes_of(x, steps):
+    return jnp.round(x.astype(jnp.float32) * steps).astype(jnp.int16)
+
+
 @dataclasses.dataclass(frozen=True)
 class Grid(jaxfp8.Quantizer):
     """Multiples of 1 / steps, with one scale."""
@@ -32,8 +36,8 @@ class Grid(jaxfp8.Quantizer):
 
     def quantize(self, x, state):
         assert x.ndim == 2, "a quantizer sees one matrix"
-        codes = jnp.round(x.astype(jnp.float32) * self.steps).astype(jnp.int16)
-        return jaxfp8.QTensor(codes, jnp.full((1,), 1 / self.steps, jnp.float32)), state
+        scale_inv = jnp.full((1,), 1 / self.steps, jnp.float32)
+        return jaxfp8.QTensor(codes_of(x, self.steps), scale_inv), state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,19 +48,11 @@ class TwoGrids(jaxfp8.Quantizer):
     steps_t: int
 
     def quantize(self, x, state):
-        codes = [
-            jnp.round(a.astype(jnp.float32) * s).astype(jnp.int16)
-            for a, s in self.both(x)
-        ]
-        scales = [
-            jnp.full((a.shape[0], 1), 1 / s, jnp.float32) for a, s in self.both(x)
-        ]
-        return jaxfp8.QTensor(
-            codes[0], scales[0], codes[1], scales[1], block=(1, None)
-        ), state
+        parts = *self.rows(x, self.steps), *self.rows(x.T, self.steps_t)
+        return jaxfp8.QTensor(*parts, block=(1, None)), state
 
-    def both(self, x):
-        return (x, self.steps), (x.T, self.steps_t)
+    def rows(self, x, steps):
+        return codes_of(x, steps), jnp.full((len(x), 1), 1 / steps, jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,12 +71,9 @@ class Counting(jaxfp8.Quantizer):
 
     def quantize(self, x, state):
         steps = self.steps * 2.0 ** state["count"]
-        codes = jnp.round(x.astype(jnp.float32) * steps[None]).astype(jnp.int16)
         amax = jnp.max(jnp.abs(x)).astype(jnp.float32).reshape(1)
-        return jaxfp8.QTensor(codes, 1 / steps), {
-            "amax": amax,
-            "count": state["count"] + 1,
-        }
+        next_state = {"amax": amax, "count": state["count"] + 1}
+        return jaxfp8.QTensor(codes_of(x, steps[None]), 1 / steps), next_state
 
 
 def rounded(x, steps):

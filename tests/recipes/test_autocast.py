@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from draws import KEY
+from draws import KEY, normal
 from flax import nnx
 from numpy.testing import assert_array_equal
 
@@ -28,10 +28,7 @@ CURRENT = jaxfp8.Float8CurrentScaling()
 MX = jaxfp8.MXFP8BlockScaling()
 ROWWISE = jaxfp8.Float8RowwiseScaling()
 DELAYED = jaxfp8.DelayedScaling(amax_history_len=2)
-RNG = np.random.default_rng(0)
-X = (RNG.standard_normal((8, K)) * 2.0 ** RNG.integers(-3, 4, (8, K))).astype(
-    np.float32
-)
+X = normal(8, K)
 
 
 def layer(recipe=None):

@@ -162,7 +162,7 @@ def test_products_in_bfloat16():
     ).lower({"params": {"kernel": kernel}}, x)
     types = re.findall(r"stablehlo.dot_general .* : (.*)", text.as_text())
     dots = sorted(tuple(re.findall(r"x(b?f\d+)>", each)) for each in types)
-    assert dots == [("bf16", "bf16", "bf16"), ("bf16", "bf16", "f32")], types
+    assert dots == [("bf16", "bf16", "bf16"), ("bf16", "bf16", "f32")]
 
 
 def test_layers():

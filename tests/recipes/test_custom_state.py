@@ -18,7 +18,7 @@ from draws import KEY
 from flax import nnx
 from jax.sharding import PartitionSpec
 from programs import functional
-from programs.cases import stacked
+from programs.cases import row, stacked
 
 import jaxfp8
 from recipes import grids
@@ -150,8 +150,7 @@ def test_members_keep_their_own():
         state, x, kernels, grad
     )
     for i in range(3):
-        one = jax.tree.map(lambda leaf, i=i: leaf[i], gradient)
-        assert_state(one, seen(x[i], kernels[i], grad[i], i), i + 1)
+        assert_state(row(gradient, i), seen(x[i], kernels[i], grad[i], i), i + 1)
 
 
 def test_a_layer_that_is_not_used_keeps_its_state():

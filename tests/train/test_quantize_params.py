@@ -99,7 +99,7 @@ def test_any_contraction(shape, contract):
         y = jaxfp8.dot_general(
             x, kernel, dimension_numbers, recipe=cases.RECIPE, state=state
         )
-        return jnp.sum(y * jnp.cos(jnp.arange(y.size).reshape(y.shape))), y
+        return jnp.sum(jnp.sin(y)), y
 
     expected, got = (
         jax.grad(loss, argnums=(0, 1), has_aux=True)(kernel, state, q)
