@@ -351,12 +351,15 @@ def _once_of_batch(operands, dims, *, function, static):
     # A moved array would be one of the innermost trace.
     pairs = zip(operands, dims, strict=True)
     operands = [x if d == 0 else jnp.moveaxis(x, d, 0) for x, d in pairs]
-    in_axes = 0, *[None] * len(static)
-    results = once(_vmapped(function, in_axes), operands, *static)
+    results = once(_vmapped(function, static), operands)
     return results, [0] * len(results)
 
 
-_vmapped = functools.cache(jax.vmap)  # the same function each time, for `once`
+@functools.cache  # `once` needs the same function each time
+def _vmapped(function, static):
+    return jax.vmap(lambda operands: function(operands, *static))
+
+
 _of_batch_p = Primitive("jaxfp8_once")
 _of_batch_p.multiple_results = True
 batching.primitive_batchers[_of_batch_p] = _once_of_batch

@@ -128,7 +128,7 @@ def to_safetensors(
             "config is that of all layers"
         )
     # 2. Everything else, in the dtype that it has.
-    for path_, name, array in _others(leaves, find):
+    for path_, name, array in _high_precision(leaves, find):
         add(name, array)
         if path_[-1] == "kernel":
             ignored.append(name.removesuffix(".weight"))
@@ -152,7 +152,7 @@ def _weights(product, layout, find) -> Iterator[tuple[str, StoredTensor]]:
             yield name, part
 
 
-def _others(leaves, find) -> Iterator[tuple[Path, str, np.ndarray]]:
+def _high_precision(leaves, find) -> Iterator[tuple[Path, str, np.ndarray]]:
     """Yield the arrays in high precision: path, name and array."""
     for path, leaf in leaves.items():
         if isinstance(leaf, _frozen.Placeholder):

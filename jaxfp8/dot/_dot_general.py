@@ -183,7 +183,8 @@ def multiply_operands(
     shapes = x.array.shape, kernel.array.shape
     if 0 in (*shapes[0], *shapes[1]):
         # There is no element: gradients are zero, the state is not touched.
-        y = jnp.zeros(out_shape(*product.layouts(*shapes)), jnp.float32)
+        shape = out_shape(*product.layouts(*shapes))
+        y = jnp.zeros(shape, jnp.float32, out_sharding=product.out_sharding)
         return [plus(y, bias, 0, product.out_dtype)]
     if why is not None:
         dtype = not_wider(product.out_dtype, *dtypes_of(x.value, kernel.value))
