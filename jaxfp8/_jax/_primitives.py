@@ -1,6 +1,4 @@
-"""What all primitives share: a run outside of jit, a derivative that nothing may
-use.
-"""
+"""Runs primitives outside of jit, and defines derivatives that nothing may use."""
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -36,7 +34,7 @@ _OF_OPTIMIZERS = {
 
 def compiled(op):
     """Return the function that runs a primitive outside of jit and in
-    `jax.disable_jit()`: a jitted call per params.
+    `jax.disable_jit()`, as JAX runs its own: by a compiled call for each params.
     """
 
     def run(*operands, **params):
