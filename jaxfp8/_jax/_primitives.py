@@ -138,4 +138,4 @@ def is_differentiated(operands):
     """Tell whether autodiff traces an operand: the tracers of jvp and of linearize have
     a tangent.
     """
-    return any(hasattr(operand, "tangent") for operand in operands)
+    return any([hasattr(operand, "tangent") for operand in operands])

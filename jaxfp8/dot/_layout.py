@@ -96,8 +96,10 @@ def checked_numbers(dimension_numbers, x_shape, kernel_shape) -> tuple:
     """
     try:
         numbers = tuple(
-            tuple(tuple(map(operator.index, dims)) for dims in pair)
-            for pair in dimension_numbers
+            [
+                tuple([tuple(map(operator.index, dims)) for dims in pair])
+                for pair in dimension_numbers
+            ]
         )
         lax.dot_general_p.abstract_eval(
             jax.core.ShapedArray(x_shape, jnp.float32),
@@ -142,7 +144,7 @@ def out_shape(x: Layout, kernel: Layout) -> tuple[int, ...]:
 
 def size(x: Layout, kernel: Layout) -> int:
     """Return the number of multiplications of a product."""
-    return math.prod(out_shape(x, kernel)) * math.prod(x.shape[d] for d in x.contract)
+    return math.prod(out_shape(x, kernel)) * math.prod([x.shape[d] for d in x.contract])
 
 
 def both_layouts(

@@ -121,12 +121,13 @@ class Fp8Module(StatefulProduct, nn.Module):
         if self.recipe is not None:
             return self.recipe
         dtypes = [jnp.dtype(self.e4m3_dtype), jnp.dtype(self.e5m2_dtype)]
+        length = self.amax_history_length
         for fp8_format in (HYBRID, E4M3, E5M2):
             if [fp8_format.dtype, fp8_format.backward_dtype] == dtypes:
-                recipe = DelayedScaling(
-                    amax_history_len=self.amax_history_length, fp8_format=fp8_format
-                )
-                return None if recipe == DEFAULT_RECIPE else recipe
+                default = DEFAULT_RECIPE.fp8_format, DEFAULT_RECIPE.amax_history_len
+                if (fp8_format, length) == default:
+                    return None
+                return DelayedScaling(amax_history_len=length, fp8_format=fp8_format)
         raise ValueError(
             f"{type(self).__name__}: e4m3_dtype, e5m2_dtype: expected float8_e4m3fn "
             f"or float8_e5m2 forward and backward, got {dtypes[0].name} and "

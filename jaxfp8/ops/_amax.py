@@ -121,8 +121,8 @@ def delayed_scales(histories, stored, *, fp8_max, margin=0.0, algo="max"):
     Raises:
         TypeError: the op is differentiated.
     """
-    numerators = tuple(_scaling.scale_numerator(value, margin) for value in fp8_max)
-    operands = *histories, *(jnp.reshape(value, 1) for value in stored)
+    numerators = tuple([_scaling.scale_numerator(value, margin) for value in fp8_max])
+    operands = *histories, *[jnp.reshape(value, 1) for value in stored]
     results = _DelayedScales(numerators, algo == "most_recent")(*operands)
     return [results[i :: len(histories)] for i in range(len(histories))]
 

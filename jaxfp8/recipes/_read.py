@@ -83,7 +83,7 @@ def _may_ask(quantizers, leaves) -> bool:
     """Tell whether a product may ask if a history is empty. It does not where it is
     sure to have a backward, unless the first step takes current scales.
     """
-    is_current = any(q.first_step == "current" for q in quantizers)
+    is_current = any([q.first_step == "current" for q in quantizers])
     return is_current or not is_differentiated(leaves)
 
 
