@@ -15,6 +15,7 @@ transforms, `setup` or other modules make get their rules where they run.
 """
 
 import contextlib
+import copy
 import functools
 import threading
 import weakref
@@ -181,8 +182,11 @@ class _Quantized:
         module = super().clone(parent=parent, **options)
         return module if parent is not None or self._fp8_rules else _plain(module)
 
-    def __reduce_ex__(self, protocol):  # pickle, copy and deepcopy
+    def __reduce_ex__(self, protocol):  # pickle and deepcopy
         return _with_rules, (_plain(self), self._fp8_rules)
+
+    def __copy__(self):
+        return _with_rules(copy.copy(_plain(self)), self._fp8_rules)
 
     # Python calls `__getattr__` for names that `__getattribute__` does not find. Before
     # `setup` has run these are its submodules, and Flax's `__getattr__` runs `setup`.
