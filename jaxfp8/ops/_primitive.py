@@ -252,42 +252,39 @@ class Op:
         if self.implementation not in (None, "ffi"):
             return self, "reference"
         gpus = _support.gpus(ctx) if platform == "cuda" else []
-        lacks = self.lacks(platform, gpus, ctx.avals_in)
-        if lacks is None:
+        reason, instead = self.lacks(platform, gpus, ctx.avals_in), "reference"
+        if reason is None and platform == "cuda" and self.by_xla is not None:
+            # XLA may have a cuBLASLt of its own.
+            reason, instead = _support.lacks_cublaslt(), "by_xla"
+        if reason is None:
             op = self
             if platform == "cuda":
                 op = self.for_gpus(ctx, _support.capabilities(gpus))
             return op, platform
         if self.implementation == "ffi":
             raise RuntimeError(
-                f'jaxfp8.ops.{self.name}: implementation("ffi"): {lacks.reason}'
+                f'jaxfp8.ops.{self.name}: implementation("ffi"): {reason}'
             )
-        if lacks.instead:
-            _support.warn(lacks.reason, lacks.instead)
-        # Without FP8 hardware only the reference is left. Where just cuBLASLt is
-        # missing, XLA may still call its own.
-        return self, "reference" if lacks.hardware else "by_xla"
+        if _ffi.is_loaded(platform):
+            _support.warn(reason)
+        return self, instead
+
+    def lacks(self, platform, gpus, types) -> str | None:
+        """Return why only the reference can run on a platform, whose GPUs these are; or
+        None.
+        """
+        if not _ffi.is_loaded(platform):
+            return "no native library serves this platform"
+        reason = self.why_disabled()
+        if reason is None and platform == "cuda":
+            reason = _support.lacks_fp8(gpus)
+            reason = reason or self.not_on(_support.capabilities(gpus), *types)
+        return reason
 
     def why_disabled(self) -> str | None:
         """Return the reason if a custom call of the op is switched off; or None."""
         reason = _support.why_disabled(self.name)
         return reason or _support.why_disabled(self.custom_call)
-
-    def lacks(self, platform, gpus, types) -> _support.Missing | None:
-        """Return why the native library of a platform cannot run the op; or None."""
-        if not _ffi.is_loaded(platform):
-            reason = "no native library serves this platform"
-            return _support.Missing(reason, True, instead="")
-        reason = self.why_disabled()
-        if reason:
-            return _support.Missing(reason, True, _support.INSTEAD)
-        if platform == "cpu":
-            return None
-        missing = _support.missing_on(gpus, cublaslt=self.by_xla is not None)
-        if missing is not None:
-            return missing
-        reason = self.not_on(_support.capabilities(gpus), *types)
-        return None if reason is None else _support.Missing(reason, True)
 
 
 def _in_groups(arrays, names):

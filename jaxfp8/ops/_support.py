@@ -9,7 +9,6 @@ import contextlib
 import os
 import re
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 
@@ -18,9 +17,6 @@ from . import _checks, _ffi
 
 # The first compute capability with FP8 conversions and FP8 tensor cores.
 _MIN_CAPABILITY = (8, 9)
-# What runs in place of one custom call that is switched off, and of all of them.
-INSTEAD = "the jnp reference runs: same results within their bounds, slower"
-_WITHOUT = "running without FP8 custom calls: same results within their bounds, slower"
 _warned = set()
 _listeners = []
 
@@ -29,20 +25,6 @@ VARIABLE = "JAXFP8_DISABLE"
 _CHOICES = ("ffi", "reference", "xla", "tpu")
 # The context is part of jit's cache key: a change of the implementation retraces.
 _context = jax.make_user_context(default_value=None)
-
-
-class Missing(NamedTuple):
-    """Why custom calls cannot run.
-
-    Attributes:
-        reason: a clause that says why.
-        hardware: whether only the reference can run; else only cuBLASLt is missing.
-        instead: a clause for the warning, which says what runs; empty for no warning.
-    """
-
-    reason: str
-    hardware: bool
-    instead: str = _WITHOUT
 
 
 @contextlib.contextmanager
@@ -67,10 +49,10 @@ def implementation(name: str):
     _checks.one_of("implementation", "name", name, _CHOICES)
     # Refuse what no platform of this process can do. For one platform of several the
     # lowering rule refuses.
-    if name == "ffi" and not (_ffi.has_cpu_kernels or _ffi.has_cuda_kernels()):
+    if name == "ffi" and not any(map(_ffi.is_loaded, ("cpu", "cuda"))):
         raise RuntimeError(
             'implementation("ffi"): no compiled module is loaded; for CPUs: '
-            f"{_ffi.libraries()[0].error}"
+            f"{_ffi.LIBRARIES[0].error}"
         )
     with using(name):
         yield
@@ -169,15 +151,14 @@ def capabilities(gpus):
     return set(map(capability, gpus)) - {()}
 
 
-def missing_on(gpus, *, cublaslt):
-    """Return what keeps a CUDA custom call from running on these GPUs.
+def lacks_fp8(gpus):
+    """Return why CUDA custom calls cannot run on these GPUs; or None.
 
     Without a GPU a program is compiled ahead of time, for GPUs that are assumed to have
     everything.
 
     Args:
         gpus: anything with a `device_kind` and a `compute_capability`.
-        cublaslt: whether the call needs cuBLASLt.
     """
     built = _ffi.cuda_architectures()
     need = ".".join(map(str, _MIN_CAPABILITY))
@@ -185,24 +166,27 @@ def missing_on(gpus, *, cublaslt):
         version = capability(gpu)
         have = ".".join(map(str, version))
         if () < version < _MIN_CAPABILITY:
-            return Missing(
+            return (
                 f"{gpu.device_kind} has compute capability {have}, FP8 needs {need} "
-                "or newer",
-                True,
+                "or newer"
             )
         runs = any(_runs(architecture, version) for architecture in built)
         if version and built and not runs:
-            return Missing(
+            return (
                 f"{gpu.device_kind} has compute capability {have}, the CUDA library "
                 f"has code for {', '.join(built)}; add yours to "
-                "JAXFP8_CUDA_ARCHITECTURES and build it (cuda/README.md)",
-                True,
+                "JAXFP8_CUDA_ARCHITECTURES and build it (cuda/README.md)"
             )
-    if cublaslt and local_gpus():
+    return None
+
+
+def lacks_cublaslt():
+    """Return why products cannot call cuBLASLt on this machine; or None."""
+    if local_gpus():
         try:
             _ffi.cublaslt_version()
         except RuntimeError as error:
-            return Missing(str(error), False)
+            return str(error)
     return None
 
 
@@ -218,12 +202,13 @@ def _runs(architecture, capability):
     return capability[1] == minor if is_specific else capability[1] >= minor
 
 
-def warn(reason, instead=_WITHOUT):
+def warn(reason):
     """Warn once for each reason that programs run without custom calls."""
     if _listeners:
         _listeners[-1].append(reason)
     elif reason not in _warned:
         _warned.add(reason)
+        instead = "running in jnp: same results within their bounds, slower"
         _warnings.warn(f"jaxfp8: {reason}; {instead}", RuntimeWarning)
 
 
