@@ -83,7 +83,7 @@ def scale_names(leading, rows, cols, block):
     """
     if block is None:
         return ONE
-    return *leading, blocks_of(rows, block[0]), blocks_of(cols, block[1])
+    return leading, (blocks_of(rows, block[0]),), (blocks_of(cols, block[1]),)
 
 
 def shape(block, m, n):

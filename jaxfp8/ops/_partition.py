@@ -32,7 +32,7 @@ from ..numerics import FP8_DTYPES
 
 WHOLE = "whole"
 # the dimensions of a scale or an amax: f32[1] for each index of the vmapped dimensions
-ONE = ("one",)
+ONE = (("one",),)
 _BLOCKS_OF = "_blocks_of_"
 
 
@@ -102,7 +102,7 @@ def combine_of(names):
     """Return the function that combines the shards of a result: max for amaxes, sum for
     products and column sums.
     """
-    return lax.pmax if names[-1:] == ONE else lax.psum
+    return lax.pmax if "one" in names else lax.psum
 
 
 def _split(mesh):

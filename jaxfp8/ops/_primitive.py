@@ -74,7 +74,8 @@ class Op:
 
     def names(self, *ranks) -> tuple[Sequence, Sequence]:
         """Return the names of the dimensions of each operand and of each result,
-        without vmapped dimensions.
+        without vmapped dimensions, in parts: tuples of names, of the dimensions that a
+        custom call takes as one.
 
         A name stands for one size. A dimension that a result lacks was reduced: by max
         for a result named `ONE` (an amax), by sum for any other result.
@@ -188,8 +189,8 @@ class Op:
         """
         leading = dims("vmapped", self.vmap_dims)
         before, after = self.names(*[x.ndim - self.vmap_dims for x in operands])
-        operand_names = [(*leading, *names) for names in before]
-        return operand_names, [(*leading, *names) for names in after]
+        operand_names = [sum(parts, leading) for parts in before]
+        return operand_names, [sum(parts, leading) for parts in after]
 
     def lower(self, platform, ctx, *operands):
         """Lower to the implementation that runs on a platform; None is one without a
@@ -230,18 +231,29 @@ class Op:
         """Return the types of the results of these arrays."""
         return _abstract(*map(jax.typeof, operands), op=self)
 
-    def call_on_groups(self, *operands, aliases=None):
-        """Make the custom call of an op whose arrays are all `[*batch, *n]`.
-
-        It takes and returns groups `[g, n]`; `[g]` where each has one number, and `[H]`
-        of a history without a batch.
+    def canonical(self, shape, parts):
+        """Return the shape in which a custom call takes an array: a dimension for each
+        part of its names. The first part has the vmapped dimensions too.
         """
-        types = self.results(*operands)
-        before, after = self.all_names(operands)
-        results = [(shape, x.dtype) for shape, x in _in_groups(types, after)]
-        flat = [x.reshape(shape) for shape, x in _in_groups(operands, before)]
+        first, *rest = map(len, parts)
+        return merged(shape, self.vmap_dims + first, *rest)[:-1]
+
+    def in_groups(self, *operands):
+        """Return the operands in canonical form, and `(shape, dtype)` of the results
+        in that form.
+        """
+        before, after = self.names(*[x.ndim - self.vmap_dims for x in operands])
+        pairs = zip(operands, before, strict=True)
+        arrays = [x.reshape(self.canonical(x.shape, parts)) for x, parts in pairs]
+        pairs = zip(self.results(*operands), after, strict=True)
+        return arrays, [(self.canonical(x.shape, parts), x.dtype) for x, parts in pairs]
+
+    def call_on_groups(self, *operands, aliases=None):
+        """Make the custom call of an op on operands in canonical form."""
+        arrays, results = self.in_groups(*operands)
         attributes = self.attributes()
-        outputs = _ffi.call(self.name, results, *flat, aliases=aliases, **attributes)
+        outputs = _ffi.call(self.name, results, *arrays, aliases=aliases, **attributes)
+        types = self.results(*operands)
         return [out.reshape(x.shape) for out, x in zip(outputs, types, strict=True)]
 
     def choose(self, platform, ctx):
@@ -287,17 +299,17 @@ class Op:
         return reason or _support.why_disabled(self.custom_call)
 
 
-def _in_groups(arrays, names):
-    """Yield the shape of each array in `Op.call_on_groups`, and the array."""
-    for x, named in zip(arrays, names, strict=True):
-        leading = sum(name.startswith(("vmapped", "batch")) for name in named)
-        last = named[leading:]
-        shape = math.prod(x.shape[:leading]), math.prod(x.shape[leading:])
-        if last == ONE:
-            shape = shape[:1]
-        elif not leading and last[:1] and last[0].startswith(SLOTS):
-            shape = x.shape
-        yield shape, x
+def merged(shape, *counts):
+    """Merge consecutive dimensions of a shape: each count merges that many; the last
+    dimension gets the rest.
+
+    `merged((a, b, c, d, e), 2, 1)` is `(a * b, c, d * e)`.
+    """
+    sizes, rest = [], shape
+    for count in counts:
+        sizes.append(math.prod(rest[:count]))
+        rest = rest[count:]
+    return (*sizes, math.prod(rest))
 
 
 def _abstract(*operands, op):

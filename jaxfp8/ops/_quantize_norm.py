@@ -160,9 +160,9 @@ class _QuantizeNorm(Producer):
     name = "quantize_norm"
     has_beta: bool = False
 
-    def operand_parts(self, batch, row, col):
-        statistics = batch, row, dims("whole_statistic", 1)
-        return [(batch, row, col), statistics, *[((), col)] * (1 + self.has_beta)]
+    def operand_parts(self, row, col):
+        statistics = row, dims("whole_statistic", 1)
+        return [(row, col), statistics, *[(col,)] * (1 + self.has_beta)]
 
     def extras(self):
         if self.has_beta:

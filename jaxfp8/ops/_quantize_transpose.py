@@ -66,9 +66,6 @@ class QuantizeTranspose(Quantization):
     amax_place = 2
     cpu = Quantization.cuda
 
-    def operand_parts(self, batch, row, col):
-        return [(batch, row, col)]
-
     def canonical(self, shape, parts):
         # A single matrix needs no group dimension.
         merged = super().canonical(shape, parts)

@@ -155,16 +155,16 @@ class _RaggedMatmul(Op):
     def names(self, *ranks):
         m, n, group = ("m0",), ("n0",), ("g0",)
         if self.by_rows:
-            rows, k, leading, out = m, ("k0",), group, m + n
+            rows, k, leading, out = m, ("k0",), group, (m, n)
         else:
             rows, k, leading = ("p0",), m, ()
-            out = group + rows + n
-        operands = [rows + k, leading + n + k]
+            out = group, rows, n
+        operands = [(rows, k), (leading, n, k)]
         operands.append(_blocks.scale_names((), rows, k, self.a_block))
         operands.append(_blocks.scale_names(leading, n, k, self.b_block))
         # Where a group begins depends on the sizes of all before it.
-        operands.append((f"{WHOLE}_g",))
-        operands += [leading + k + n] * self.has_b_t
+        operands.append(((f"{WHOLE}_g",),))
+        operands += [(leading, k, n)] * self.has_b_t
         return operands, [out]
 
     def sizes(self, *shapes):

@@ -16,11 +16,13 @@ from jax import lax
 
 from ..numerics import E4M3, _scaling
 from . import _ffi
-from ._amax import MAX_QUANTIZERS, amaxes
+from ._amax import MAX_QUANTIZERS, amaxes, history_names
 from ._partition import WHOLE
 from ._primitive import ONE, SLOTS, Op, OpOfCpus, OpOfUnits, dims, halves
 
 READING_NUMBERS = 6  # of each quantizer, in a reading and in what a step records
+# the names of the dimension of a product's reading, and of a pair of amaxes
+_NUMBERS, _PAIR = ((), (f"{WHOLE}_number",)), ((), (f"{WHOLE}_pair",))
 
 
 def read_histories(products, *, fp8_max=None):
@@ -139,16 +141,16 @@ def _owners(counts):
     return np.repeat(range(len(counts)), counts).tolist()
 
 
-def _names(ranks, counts):
+def _names(op, ranks, counts):
     """Name the dimensions of the histories, the scales, and the readings of products
     (or the recorded numbers).
     """
     # A batch may be cut, by layers or experts; a window and the numbers of a product
     # stay together.
     batch = dims("batch", ranks[0] - 1)
-    histories = [(*batch, f"{SLOTS}{i}") for i in range(sum(counts))]
-    readings = [(*batch, f"{WHOLE}_number{i}") for i in range(len(counts))]
-    return histories, [(*batch, *ONE)] * len(histories), readings
+    histories = [history_names(op, batch, i) for i in range(sum(counts))]
+    readings = [(batch, (f"{WHOLE}_number{i}",)) for i in range(len(counts))]
+    return histories, [((*batch, "one"),)] * len(histories), readings
 
 
 def _next_history(history, amax, scale_inv, stays=None):
@@ -185,7 +187,7 @@ class _ReadHistories(OpOfUnits):
         return _owners(self.counts) * 2, range(len(self.counts))
 
     def names(self, *ranks):
-        histories, scales, readings = _names(ranks, self.counts)
+        histories, scales, readings = _names(self, ranks, self.counts)
         return [*histories, *scales], readings
 
     def sizes(self, *shapes):
@@ -232,7 +234,7 @@ class _WriteHistories(OpOfUnits):
         return [*quantizers, *recorded], quantizers * 2
 
     def names(self, *ranks):
-        histories, scales, readings = _names(ranks, self.of_units)
+        histories, scales, readings = _names(self, ranks, self.of_units)
         recorded = scales * 2 if self.by_quantizer else readings
         return [*histories, *recorded], [*histories, *scales]
 
@@ -314,7 +316,7 @@ class _ReadRows(Op):
 
     def names(self, *ranks):
         histories, scales = _names_of_rows(len(ranks) // 2)
-        return [*histories, *scales], [(f"{WHOLE}_number",)] * self.rows
+        return [*histories, *scales], [_NUMBERS] * self.rows
 
     def sizes(self, *shapes):
         return {f"{WHOLE}_number": READING_NUMBERS * len(shapes) // 2}
@@ -363,7 +365,7 @@ class _WriteRows(Op):
 
     def names(self, *ranks):
         histories, scales = _names_of_rows(self.count)
-        rows = [(f"{WHOLE}_number",)] * (len(ranks) - self.count)
+        rows = [_NUMBERS] * (len(ranks) - self.count)
         return [*histories, *rows], [*histories, *scales]
 
     def reference(self, *operands):
@@ -396,8 +398,8 @@ class _WriteRows(Op):
 
 def _names_of_rows(count):
     """Name the dimensions of histories and of scales; no mesh cuts rows."""
-    row = f"{WHOLE}_row"
-    return [(row, f"{SLOTS}{i}") for i in range(count)], [(row, *ONE)] * count
+    row = (f"{WHOLE}_row",)
+    return [(row, (f"{SLOTS}{i}",)) for i in range(count)], [(row, *ONE)] * count
 
 
 # The numbers of a reading as arrays, and what a step records as one ------------------
@@ -455,7 +457,7 @@ class _SplitReading(OpOfCpus):
 
     def names(self, reading):
         numbers = [ONE] * (self.count * (len(_PARTS) - 1))
-        return [(f"{WHOLE}_number",)], [(f"{WHOLE}_pair",)] * self.count + numbers
+        return [_NUMBERS], [_PAIR] * self.count + numbers
 
     def sizes(self, reading):
         return {f"{WHOLE}_pair": 2}
@@ -477,8 +479,8 @@ class _JoinRecorded(OpOfCpus):
     in_loop: bool
 
     def names(self, *ranks):
-        amaxes = [(f"{WHOLE}_pair",)] * (len(ranks) - 2 * self.count)
-        return [ONE] * (2 * self.count) + amaxes, [(f"{WHOLE}_number",)]
+        amaxes = [_PAIR] * (len(ranks) - 2 * self.count)
+        return [ONE] * (2 * self.count) + amaxes, [_NUMBERS]
 
     def sizes(self, *shapes):
         return {f"{WHOLE}_number": READING_NUMBERS * self.count}

@@ -186,10 +186,10 @@ class _ScaledMatmul(Product):
 
     def names(self, a, b, *rest):
         leading, m, n, k = self.dimensions(b)
-        operands = [leading + m + k, leading + n + k, ONE, ONE]
-        operands += [leading + n] * self.has_bias
-        operands += [leading + k + m] * self.has_a_t + [leading + k + n] * self.has_b_t
-        return operands, [leading + m + n]
+        operands = [(leading, m, k), (leading, n, k), ONE, ONE]
+        operands += [(leading, n)] * self.has_bias
+        operands += [(leading, k, m)] * self.has_a_t + [(leading, k, n)] * self.has_b_t
+        return operands, [(leading, m, n)]
 
     def second_layouts(self):
         positions = [0] * self.has_a_t + [1] * self.has_b_t

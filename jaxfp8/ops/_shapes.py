@@ -14,15 +14,11 @@ from jax import lax
 
 from ..numerics import _scaling
 from . import _checks
-from ._primitive import Op, dims
+from ._primitive import Op, dims, merged
 
 
 def merge(x, *counts):
-    """Merge consecutive dimensions of `x`: each count merges that many; the last
-    dimension gets the rest.
-
-    `merge(x, 2, 1)` of shape (a, b, c, d, e) has shape (a * b, c, d * e).
-    """
+    """Merge consecutive dimensions of `x`, as `merged` does those of a shape."""
     return x.reshape(merged(x.shape, *counts))
 
 
@@ -34,15 +30,6 @@ def merge_groups(x, leading, *counts):
     call whose operands may lack it needs no reshapes.
     """
     return merge(x, leading, *counts) if leading else merge(x, *counts)
-
-
-def merged(shape, *counts):
-    """Return the shape that `merge` gives."""
-    sizes, rest = [], shape
-    for count in counts:
-        sizes.append(math.prod(rest[:count]))
-        rest = rest[count:]
-    return (*sizes, math.prod(rest))
 
 
 def parts(shape, rows, cols):

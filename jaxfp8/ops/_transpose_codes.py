@@ -2,7 +2,7 @@
 gathers in one layout.
 """
 
-from . import _ffi, _shapes, _support
+from . import _shapes, _support
 from ._primitive import Op, dims
 
 
@@ -35,7 +35,7 @@ class _TransposeCodes(Op):
     def names(self, data):
         row, col = dims("row", self.rows), dims("col", self.cols)
         batch = dims("batch", data - self.rows - self.cols)
-        return [batch + row + col], [batch + col + row]
+        return [(batch, row, col)], [(batch, col, row)]
 
     def dtypes(self, data):
         return [data.dtype]
@@ -44,11 +44,4 @@ class _TransposeCodes(Op):
         return [_shapes.transpose(data, self.rows, self.cols)]
 
     cpu = reference
-
-    def cuda(self, data):
-        """Make one custom call on groups of matrices."""
-        groups = _shapes.merge(data, data.ndim - self.rows - self.cols, self.rows)
-        g, m, n = groups.shape
-        result, (of_whole,) = ((g, n, m), data.dtype), self.results(data)
-        (data_t,) = _ffi.call("transpose_codes", [result], groups)
-        return [data_t.reshape(of_whole.shape)]
+    cuda = Op.call_on_groups
