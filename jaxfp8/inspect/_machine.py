@@ -39,7 +39,6 @@ def about() -> dict[str, Any]:
         "settings": _try(settings),
         "platform": _try(_support.backend),
         "devices": _try(devices),
-        "driver": _try(_support.driver),
         "libraries": _try(lambda: [library._asdict() for library in _ffi.LIBRARIES]),
         "cublaslt": _try(cublaslt),
         "ops": _try(lambda: active_ops(_support.backend())),

@@ -202,7 +202,7 @@ def _transpose_blocks(kind):
 
 
 def _transpose_codes(kind):
-    return _call(ops.transpose_codes, kind.any_codes(), order=(1, 0))
+    return _call(ops.transpose_codes, kind.any_codes())
 
 
 def _dequantize(kind):

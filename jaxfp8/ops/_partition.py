@@ -197,8 +197,7 @@ def _partitioned(op, run, dtypes, names, raw, *operands):
             # `axis_index` can name them.
             with use_abstract_mesh(_with_axes(mesh, AxisType.Manual)):
                 for i, j in gathered.items():
-                    order = [operand_names[j].index(name) for name in operand_names[i]]
-                    shards[i] = op.turned(shards[j], order)
+                    shards[i] = op.turned(shards[j])
                 # Where the first result is a sum over devices, one device adds the bias
                 # to its part of it.
                 for i in op.added():

@@ -56,8 +56,8 @@ class Op:
             device's program may take more operands. `cut(name)` returns the index of
             the device's shard of a dimension, and the number of shards. XLA does not
             cut the reference of such an op.
-        turned: `(second, order) -> first`: the first layout of a tensor on one device,
-            `jnp.transpose(second, order)`, for an op with second layouts.
+        turned: `second -> first`: the first layout of a tensor on one device, for an op
+            with second layouts.
     """
 
     vmap_dims: int = dataclasses.field(default=0, kw_only=True)
@@ -295,8 +295,7 @@ class Op:
 
     def why_disabled(self) -> str | None:
         """Return the reason if a custom call of the op is switched off; or None."""
-        reason = _support.why_disabled(self.name)
-        return reason or _support.why_disabled(self.custom_call)
+        return _support.why_disabled(self.name, self.custom_call)
 
 
 def merged(shape, *counts):

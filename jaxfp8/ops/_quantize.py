@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..numerics import FP8_DTYPES, decode, encode, is_saturated_or_flushed
+from ..numerics import FP8_DTYPES, _scaling, decode, encode, is_saturated_or_flushed
 from . import _checks, _ffi, _shapes, _support
 from ._primitive import ONE, Op, dims
 
@@ -185,14 +185,16 @@ class Quantization(Op):
         """
         # 1. Merge the dimensions. What all groups of a vmapped index share is repeated
         #    for them.
-        types, vmapped = self.results(*operands), operands[0].shape[: self.vmap_dims]
-        names, results = self.names(*[x.ndim - self.vmap_dims for x in operands])
-        batch, *_ = results[0]
-        groups = math.prod(operands[0].shape[self.vmap_dims :][: len(batch)])
+        types, shape = self.results(*operands), operands[0].shape
+        names, _ = self.names(*[x.ndim - self.vmap_dims for x in operands])
+        batch = names[0][0]
+        vmapped = math.prod(shape[: self.vmap_dims])
+        groups = math.prod(shape[self.vmap_dims :][: len(batch)])
+        is_shared = self.vmap_dims > 0 and groups != 1
         arrays, results = self.in_groups(*operands)
         for i, (first, *_) in enumerate(names):
-            if first != batch:
-                arrays[i] = _shapes.repeat(arrays[i], self.vmap_dims, groups)
+            if is_shared and first != batch:
+                arrays[i] = jnp.repeat(arrays[i], groups, axis=0)
         (x, *more), (scale, *amax_so_far) = self.split(*arrays)
         # f32 [0] stands for the amax that is no operand, or no result. The amax is
         # raised in the operand's buffer: another buffer would need a copy first, one
@@ -219,9 +221,10 @@ class Quantization(Op):
         if self.column_sums:
             outputs[-1] = jnp.sum(outputs[-1], axis=-2)
         if self.with_amax:
-            if groups or aliases is None:
-                amax = _shapes.vmapped_amaxes(amax, vmapped, groups)
-            else:
+            if is_shared:
+                # The groups of a vmapped index have one amax together.
+                amax = _scaling.abs_max(amax.reshape(vmapped, groups), axis=1)
+            if aliases and not groups:
                 amax = operands[-1]  # without groups it was not raised
             outputs.insert(1 + self.transpose, amax)
         return [x.reshape(t.shape) for x, t in zip(outputs, types, strict=True)]

@@ -68,8 +68,8 @@ class QuantizeTranspose(Quantization):
 
     def canonical(self, shape, parts):
         # A single matrix needs no group dimension.
-        merged = super().canonical(shape, parts)
-        return merged if self.vmap_dims or parts[0] else merged[1:]
+        sizes = super().canonical(shape, parts)
+        return sizes if self.vmap_dims or parts[0] else sizes[1:]
 
 
 class Producer(Quantization):

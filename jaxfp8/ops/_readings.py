@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..numerics import E4M3, _scaling
+from ..numerics import _scaling
 from . import _ffi
 from ._amax import MAX_QUANTIZERS, amaxes, history_names
 from ._partition import WHOLE
@@ -25,7 +25,7 @@ READING_NUMBERS = 6  # of each quantizer, in a reading and in what a step record
 _NUMBERS, _PAIR = ((), (f"{WHOLE}_number",)), ((), (f"{WHOLE}_pair",))
 
 
-def read_histories(products, *, fp8_max=None):
+def read_histories(products, *, fp8_max):
     """Read the amax histories and the scales of products, each of k quantizers.
 
     For each quantizer the reading has six numbers: the newest entry of its history, the
@@ -42,8 +42,7 @@ def read_histories(products, *, fp8_max=None):
             f32 `[*batch, 1]`, which is the `scale_inv` of the last step. k is 1 to 64;
             the batch dimensions, k and H may differ; slot 0 of a history is the newest
             entry.
-        fp8_max: for each product k numbers, the largest values of the FP8 formats; 448
-            for all by default.
+        fp8_max: for each product k numbers, the largest values of the FP8 formats.
 
     Returns:
         For each product f32 `[*batch, 6 * k]`.
@@ -51,8 +50,6 @@ def read_histories(products, *, fp8_max=None):
     Raises:
         TypeError: the op is differentiated.
     """
-    if fp8_max is None:
-        fp8_max = [(E4M3.max,) * len(pairs) for pairs in products]
     numerators = list(map(_numerators, fp8_max))
 
     def read(call, histories, scales):

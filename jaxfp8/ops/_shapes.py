@@ -5,7 +5,6 @@ Below are the dimensions and the scales of products.
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -52,34 +51,6 @@ def transpose(x, rows, cols):
     """
     last, first = x.ndim - cols, x.ndim - cols - rows
     return jnp.moveaxis(x, range(last, x.ndim), range(first, first + cols))
-
-
-def group_scales(scale, vmap_dims, batch=1):
-    """Return the scale, or the amax so far, of each group: f32 `[*vmapped, 1]` as
-    `[1]`, one for all groups, or as `[g]`.
-
-    Args:
-        scale: f32 `[*vmapped, 1]`, one for each index of the vmapped dimensions.
-        vmap_dims: the number of vmapped dimensions.
-        batch: the number of groups of each index.
-    """
-    return repeat(scale.reshape(-1), vmap_dims, batch)
-
-
-def repeat(x, vmap_dims, batch):
-    """Repeat `[v, ...]`, of all vmapped indices, for the groups of a batch."""
-    # Handlers take one for all groups, so that of no vmapped index is not repeated.
-    return jnp.repeat(x, batch, axis=0) if vmap_dims and batch != 1 else x
-
-
-def vmapped_amaxes(amaxes, vmapped, batch=1):
-    """Return the amax of each vmapped index: f32 `[g]`, `batch` groups an index, or
-    `[1]` without vmapped dimensions, as `[*vmapped, 1]`.
-    """
-    # The groups of a batch have one amax together.
-    if vmapped and batch != 1:
-        amaxes = _scaling.abs_max(amaxes.reshape(math.prod(vmapped), batch), axis=1)
-    return amaxes.reshape(*vmapped, 1)
 
 
 def abs_max(x, vmap_dims):

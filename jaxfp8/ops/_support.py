@@ -8,7 +8,6 @@ library.
 import contextlib
 import os
 import re
-from pathlib import Path
 
 import jax
 
@@ -27,7 +26,6 @@ _CHOICES = ("ffi", "reference", "xla", "tpu")
 _context = jax.make_user_context(default_value=None)
 
 
-@contextlib.contextmanager
 def implementation(name: str):
     """Select the implementation of `jaxfp8.ops` for what is traced inside.
 
@@ -44,18 +42,9 @@ def implementation(name: str):
 
     Raises:
         ValueError: unknown `name`.
-        RuntimeError: `"ffi"` where no compiled module is loaded.
     """
     _checks.one_of("implementation", "name", name, _CHOICES)
-    # Refuse what no platform of this process can do. For one platform of several the
-    # lowering rule refuses.
-    if name == "ffi" and not any(map(_ffi.is_loaded, ("cpu", "cuda"))):
-        raise RuntimeError(
-            'implementation("ffi"): no compiled module is loaded; for CPUs: '
-            f"{_ffi.LIBRARIES[0].error}"
-        )
-    with using(name):
-        yield
+    return using(name)
 
 
 def using(name):
@@ -106,11 +95,12 @@ def parsed(value):
 _disabled = parsed(os.environ.get(VARIABLE, ""))
 
 
-def why_disabled(op):
-    """Return the reason if the custom call of `op` is switched off, a clause; else
-    None.
+def why_disabled(*ops):
+    """Return the reason if the custom call of one of the ops is switched off, a clause;
+    else None.
     """
-    return f"{VARIABLE} names {op}" if op in _disabled else None
+    off = _disabled.intersection(ops)
+    return f"{VARIABLE} names {min(off)}" if off else None
 
 
 def local_gpus():
@@ -224,10 +214,3 @@ def listening():
     finally:
         _listeners.remove(reasons)
         reasons[:] = dict.fromkeys(reasons)
-
-
-def driver():
-    """Return the version of NVIDIA's driver; empty where there is none."""
-    version = Path("/proc/driver/nvidia/version")
-    match = re.search(r"\d+\.\d[\d.]*", version.read_text() if version.exists() else "")
-    return match.group() if match else ""
