@@ -65,21 +65,10 @@ def lower_partitioned(op, run, as_bytes, ctx, operands):
     """
     # The rule below has to name each part of a mesh axis over which XLA may cut a
     # dimension.
-    abstract_mesh = ctx.module_context.axis_context.abstract_mesh
     plain, results = map(_compat.without_mesh, (ctx.avals_in, ctx.avals_out))
-    names, mesh = op.all_names(plain), _split(abstract_mesh)
-    has_whole = op.on_shards is not None
-
-    def uncut(names, aval, value):
-        # A dimension must not be cut where its name says so, or where the parts of a
-        # mesh axis cannot say the cut.
-        is_whole = [
-            (has_whole and name.startswith(WHOLE))
-            or not _names_cuts(abstract_mesh, size)
-            for name, size in zip(names, aval.shape, strict=True)
-        ]
-        return _uncut(ctx, is_whole, aval, value)
-
+    names = op.all_names(plain)
+    mesh = _split(ctx.module_context.axis_context.abstract_mesh)
+    uncut = functools.partial(_uncut, ctx, op.on_shards is not None)
     operands = list(map(uncut, names[0], plain, operands))
     raw = _as_bytes if as_bytes else lambda x: x
     dtypes = [[aval.dtype for aval in avals] for avals in (plain, results)]
@@ -139,16 +128,21 @@ def _names_cuts(mesh, size):
     return True
 
 
-def _uncut(ctx, is_whole, aval, value):
-    """Return a lowered operand or result that is not cut along these dimensions.
+def _uncut(ctx, has_whole, names, aval, value):
+    """Return a lowered operand or result that is not cut along a dimension whose name
+    says so, with `has_whole`, or where the parts of a mesh axis cannot say the cut.
 
     XLA may cut blocks along a part of a mesh axis, which `custom_partitioning` cannot
     say.
     """
-    if not any(is_whole):
-        return value
     mesh = _with_axes(ctx.module_context.axis_context.abstract_mesh, AxisType.Auto)
-    entries = (None if whole else PartitionSpec.UNCONSTRAINED for whole in is_whole)
+    entries = [PartitionSpec.UNCONSTRAINED] * len(names)
+    for i, name in enumerate(names):
+        is_whole = has_whole and name.startswith(WHOLE)
+        if is_whole or not _names_cuts(mesh, aval.shape[i]):
+            entries[i] = None
+    if None not in entries:
+        return value
     sharding = NamedSharding(mesh, PartitionSpec(*entries))
 
     def constrained(x):
@@ -345,5 +339,5 @@ def _with_axes(mesh, kind):
     """Return the mesh with axes of another kind; the program of one device has manual
     axes.
     """
-    kinds = (kind,) * len(mesh.axis_names)
-    return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=kinds)
+    kinds = dict.fromkeys(mesh.axis_names, kind)
+    return mesh.abstract_mesh.update_axis_types(kinds)

@@ -299,7 +299,8 @@ def write_rows(pairs, recorded):
         TypeError: the op is differentiated.
     """
     histories = [history for history, _ in pairs]
-    written = _WriteRows(len(pairs))(*histories, *recorded)
+    op = _WriteRows(_WriteHistories((len(pairs),), by_quantizer=False))
+    written = op(*histories, *recorded)
     return list(zip(*halves(written), strict=True))
 
 
@@ -319,17 +320,16 @@ class _ReadRows(Op):
         return {f"{WHOLE}_number": READING_NUMBERS * len(shapes) // 2}
 
     def reference(self, *operands):
-        return jnp.unstack(*self.whole.reference(*operands), axis=-2)
+        return jnp.unstack(*self.whole(*operands), axis=-2)
 
-    def cpu(self, *operands):
-        return jnp.unstack(*self.whole.cpu(*operands), axis=-2)
+    cpu = reference
 
     def cuda(self, *operands):
         """Give each row as a concatenation of numbers from buffers of their own. XLA
         takes a number from there, where it would make a kernel to take it from an
         array; and it leaves out the call whose numbers no product takes.
         """
-        readings = self.cpu(*operands)
+        readings = self.reference(*operands)
         if self.vmap_dims:
             return readings
         histories, scales = halves(operands)
@@ -354,11 +354,16 @@ class _ReadRows(Op):
 
 
 class _WriteRows(Op):
-    """Write what `write_histories` does, from the rows of what was recorded."""
+    """Write what `whole` does, from the rows of what was recorded."""
 
     name = "write_rows"
     custom_call = "write_histories"
-    count: int  # of a product's quantizers
+    whole: _WriteHistories
+
+    @property
+    def count(self):
+        """The number of a product's quantizers."""
+        return sum(self.whole.of_units)
 
     def names(self, *ranks):
         histories, scales = _names_of_rows(self.count)
@@ -366,20 +371,15 @@ class _WriteRows(Op):
         return [*histories, *rows], [*histories, *scales]
 
     def reference(self, *operands):
-        return self.of_stack(_WriteHistories.reference, operands)
-
-    def cpu(self, *operands):
-        return self.of_stack(_WriteHistories.cpu, operands)
-
-    def of_stack(self, write, operands):
         recorded = jnp.stack(operands[self.count :], axis=-2)
-        op = _WriteHistories((self.count,), by_quantizer=False)
-        return write(op, *operands[: self.count], recorded)
+        return self.whole(*operands[: self.count], recorded)
+
+    cpu = reference
 
     def cuda(self, *operands):
         """Take each number from the buffer where a product has left it."""
         if self.vmap_dims:
-            return self.cpu(*operands)
+            return self.reference(*operands)
         count = self.count
         histories, rows = operands[:count], operands[count:]
         numbers = []
