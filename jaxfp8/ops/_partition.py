@@ -71,7 +71,7 @@ def lower_partitioned(op, run, as_bytes, ctx, operands):
     uncut = functools.partial(_uncut, ctx, op.on_shards is not None)
     operands = list(map(uncut, names[0], plain, operands))
     raw = _as_bytes if as_bytes else lambda x: x
-    dtypes = [[aval.dtype for aval in avals] for avals in (plain, results)]
+    dtypes = [aval.dtype for aval in results]
     partitioned = functools.partial(_partitioned, op, run, dtypes, names, raw)
     values = _lower_untyped(_compat.with_mesh(ctx, mesh), partitioned, plain, operands)
     return list(map(uncut, names[1], results, values))
@@ -85,13 +85,6 @@ def _lower_untyped(ctx, function, plain, operands):
     ctx = ctx.replace(avals_in=plain)
     with use_abstract_mesh(AbstractMesh((), ())):
         return rule(ctx, *operands)
-
-
-def combine_of(names):
-    """Return the function that combines the shards of a result: max for amaxes, sum for
-    products and column sums.
-    """
-    return lax.pmax if "one" in names else lax.psum
 
 
 def _split(mesh):
@@ -151,15 +144,16 @@ def _uncut(ctx, has_whole, names, aval, value):
     return _lower_untyped(ctx, constrained, [aval], [value])[0]
 
 
-def _partitioned(op, run, dtypes, names, raw, *operands):
+def _partitioned(op, run, result_dtypes, names, raw, *operands):
     """Run the program of one device on shards of the operands, whatever shards XLA
     chooses.
     """
     operand_names, result_names = names
-    operand_dtypes, result_dtypes = dtypes
+    operand_dtypes = [x.dtype for x in operands]
     second_layouts = op.second_layouts()
     count = len(operand_names) - len(second_layouts)
-    combines = list(map(combine_of, result_names))
+    # Amaxes combine by max, products and column sums by sum.
+    combines = [lax.pmax if "one" in names else lax.psum for names in result_names]
 
     def typed(*operands):
         first = map(lax.bitcast_convert_type, operands[:count], operand_dtypes)

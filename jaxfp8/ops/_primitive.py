@@ -198,10 +198,9 @@ class Op:
         """
         # The names and the reference are those of `self`: `for_gpus` changes how a
         # kernel runs, and not the op's results.
-        (op, name), in_jnp = self.choose(platform, ctx), "reference"
-        devices, tpus = _compat.devices_of(ctx), None
-        is_for_tpu = platform == "tpu" and self.implementation != "reference"
-        if is_for_tpu or self.implementation == "tpu":
+        op, name = self.choose(platform, ctx)
+        devices, tpus, in_jnp = _compat.devices_of(ctx), None, "reference"
+        if name == "tpu":
             # JAX registers no custom partitioning for TPUs
             if devices == "mesh" and self.on_shards is not None:
                 raise NotImplementedError(
@@ -209,7 +208,7 @@ class Op:
                     "mesh of TPUs, where XLA cannot cut this op; call it inside of "
                     "jax.shard_map, each device with its own rows or groups"
                 )
-            name, in_jnp, tpus = "tpu", "tpu", devices
+            in_jnp, tpus = name, devices
         # XLA partitions jnp code by itself. It would cut a custom call only by the rule
         # of `lower_partitioned`, which needs a known mesh.
         is_one = devices == "one"
@@ -258,6 +257,9 @@ class Op:
 
     def choose(self, platform, ctx):
         """Return the op whose implementation runs, and the name of the method."""
+        is_for_tpu = platform == "tpu" and self.implementation in (None, "xla")
+        if is_for_tpu or self.implementation == "tpu":
+            return self, "tpu"
         if self.implementation == "xla" and self.by_xla is not None:
             return self, "by_xla"
         # In an op without `by_xla` the implementation "xla" is the reference.
@@ -365,52 +367,6 @@ class OpOfCpus(Op):
 
     def cuda(self, *operands):
         return self.reference(*operands)
-
-
-class OpOfUnits(Op):
-    """An op that computes several independent units, such as the quantizers of a
-    product.
-
-    Attributes:
-        of_units: what is static of each unit.
-    """
-
-    of_units: tuple
-
-    def owners(self, operand_count) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the number of the unit of each operand, and of each result."""
-        raise NotImplementedError
-
-    def of_some(self, indices):
-        """Return the op of some units."""
-        chosen = tuple([self.of_units[i] for i in indices])
-        return dataclasses.replace(self, of_units=chosen)
-
-    def batch_first(self, operands, batch_dims):
-        """Make one call for the batched units and one for the rest, whose state stays
-        one state.
-        """
-        # 1. Find the units that are batched.
-        ins, outs = self.owners(len(operands))
-        pairs = zip(ins, batch_dims, strict=True)
-        batched = {unit for unit, dim in pairs if dim is not None}
-        rest = set(ins) - batched
-        if not rest:
-            return None  # the rule of all ops applies
-        # 2. Make one call for the units that are not batched, and one under `vmap` for
-        #    those that are.
-        results, result_dims = [None] * len(outs), [None] * len(outs)
-        for chosen in rest, batched:
-            places = [i for i, unit in enumerate(ins) if unit in chosen]
-            call = self.of_some(sorted(chosen))
-            if chosen is batched:
-                call = jax.vmap(call, in_axes=tuple(batch_dims[i] for i in places))
-            outputs = iter(call(*(operands[i] for i in places)))
-            for i, unit in enumerate(outs):
-                if unit in chosen:
-                    results[i] = next(outputs)
-                    result_dims[i] = 0 if chosen is batched else None
-        return results, result_dims
 
 
 def halves(arrays):

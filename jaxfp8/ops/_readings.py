@@ -18,7 +18,7 @@ from ..numerics import _scaling
 from . import _ffi
 from ._amax import MAX_QUANTIZERS, amaxes, history_names
 from ._partition import WHOLE
-from ._primitive import ONE, SLOTS, Op, OpOfCpus, OpOfUnits, dims, halves
+from ._primitive import ONE, SLOTS, Op, OpOfCpus, dims, halves
 
 READING_NUMBERS = 6  # of each quantizer, in a reading and in what a step records
 # the names of the dimension of a product's reading, and of a pair of amaxes
@@ -80,11 +80,9 @@ def write_histories(products, recorded):
     Args:
         products: the same argument as for `read_histories`.
         recorded: for each product f32 `[*batch, 6 * k]`: for each quantizer the amax,
-            the scale_inv, `stays` and three numbers that are not read; or, for a single
-            product, its k pairs of an amax and a scale_inv, f32 `[*batch, 1]`, where
-            `stays` is 0. A scale_inv of 0 marks a quantizer that was not used: its
-            results are zeros. A step records a 0 for `stays`; `update_state` sets it
-            where a history has no new entry.
+            the scale_inv, `stays` and three numbers that are not read. A scale_inv of 0
+            marks a quantizer that was not used: its results are zeros. A step records a
+            0 for `stays`; `update_state` sets it where a history has no new entry.
 
     Returns:
         For each product its k pairs of a history and a scale, in the shapes of the
@@ -93,13 +91,6 @@ def write_histories(products, recorded):
     Raises:
         TypeError: the op is differentiated.
     """
-    if len(products) == 1 and isinstance(recorded[0], (list, tuple)):
-        # Amaxes and scales of quantizers are arrays of their own.
-        histories, _ = zip(*products[0], strict=True)
-        amaxes, scale_invs = zip(*recorded[0], strict=True)
-        op = _WriteHistories((1,) * len(histories), by_quantizer=True)
-        written = op(*histories, *amaxes, *scale_invs)
-        return [list(zip(*halves(written), strict=True))]
 
     def write(call, histories, _):
         counts = tuple(len(products[i]) for i in call)
@@ -111,6 +102,26 @@ def write_histories(products, recorded):
     return _in_calls(products, write)
 
 
+def write_quantizers(pairs, recorded):
+    """Write the next histories and scales of k quantizers, whose amaxes and scales are
+    arrays of their own.
+
+    Args:
+        pairs: k pairs, as of a product of `read_histories`.
+        recorded: k pairs of an amax and a scale_inv, f32 `[*batch, 1]`; no row stays.
+
+    Returns:
+        k pairs of a history and a scale, as of `write_histories`.
+
+    Raises:
+        TypeError: the op is differentiated.
+    """
+    histories, _ = zip(*pairs, strict=True)
+    op = _WriteHistories((1,) * len(histories), by_quantizer=True)
+    written = op(*histories, *itertools.chain(*zip(*recorded, strict=True)))
+    return list(zip(*halves(written), strict=True))
+
+
 def _in_calls(products, run):
     """Return `run(call, histories, scales)` of all products, which are divided among
     custom calls; a call has the positions of its products.
@@ -118,24 +129,17 @@ def _in_calls(products, run):
     The products of one call have the same batch dimensions, so that a mesh can cut all
     of them alike.
     """
-    calls = {}
+    of_shapes, results = {}, {}
     for i, pairs in enumerate(products):
-        of_shape = calls.setdefault(pairs[0][1].shape, [[]])
-        count = sum(len(products[j]) for j in of_shape[-1])
-        if count + len(pairs) > MAX_QUANTIZERS:
-            of_shape.append([])
-        of_shape[-1].append(i)
-    results = {}
-    for call in itertools.chain.from_iterable(calls.values()):
-        pairs = itertools.chain.from_iterable(products[i] for i in call)
-        of_call = run(call, *zip(*pairs, strict=True))
-        results |= zip(call, of_call, strict=True)
+        of_shapes.setdefault(pairs[0][1].shape, []).append(i)
+    most = MAX_QUANTIZERS // max(map(len, products), default=1)
+    for positions in of_shapes.values():
+        for start in range(0, len(positions), most):
+            call = positions[start : start + most]
+            pairs = itertools.chain.from_iterable(products[i] for i in call)
+            of_call = run(call, *zip(*pairs, strict=True))
+            results |= zip(call, of_call, strict=True)
     return [results[i] for i in range(len(products))]
-
-
-def _owners(counts):
-    """Return the position of the product of each quantizer."""
-    return np.repeat(range(len(counts)), counts).tolist()
 
 
 def _names(op, ranks, counts):
@@ -171,17 +175,15 @@ def _next_history(history, amax, scale_inv, stays=None):
     return jnp.where(is_entry & (scale_inv << 1 != 0), moved, jnp.uint32(0))
 
 
-class _ReadHistories(OpOfUnits):
-    """The units are products, with the numerators of the scales of their quantizers."""
+class _ReadHistories(Op):
+    """The numerators of the scales are those of each product's quantizers."""
 
     name = "read_histories"
+    numerators: tuple
 
     @property
     def counts(self):
-        return tuple(map(len, self.of_units))
-
-    def owners(self, operand_count):
-        return _owners(self.counts) * 2, range(len(self.counts))
+        return tuple(map(len, self.numerators))
 
     def names(self, *ranks):
         histories, scales, readings = _names(self, ranks, self.counts)
@@ -210,28 +212,22 @@ class _ReadHistories(OpOfUnits):
         return [x.reshape(*x.shape[:-2], READING_NUMBERS * x.shape[-2]) for x in parts]
 
     def attributes(self):
-        return {"numerators": np.array(sum(self.of_units, ()), np.float32)}
+        return {"numerators": np.array(sum(self.numerators, ()), np.float32)}
 
 
-class _WriteHistories(OpOfUnits):
-    """The units are products, with the numbers of their quantizers.
+class _WriteHistories(Op):
+    """The counts are the numbers of the products' quantizers.
 
-    With `by_quantizer` the units are quantizers, and the recorded numbers an array for
-    each amax and each scale_inv.
+    With `by_quantizer` the recorded numbers are an array for each amax and each
+    scale_inv.
     """
 
     name = "write_histories"
+    counts: tuple
     by_quantizer: bool
 
-    def owners(self, operand_count):
-        quantizers = _owners(self.of_units)
-        recorded = range(operand_count - len(quantizers))
-        if self.by_quantizer:
-            recorded = quantizers * 2
-        return [*quantizers, *recorded], quantizers * 2
-
     def names(self, *ranks):
-        histories, scales, readings = _names(self, ranks, self.of_units)
+        histories, scales, readings = _names(self, ranks, self.counts)
         recorded = scales * 2 if self.by_quantizer else readings
         return [*histories, *recorded], [*histories, *scales]
 
@@ -244,7 +240,7 @@ class _WriteHistories(OpOfUnits):
         # Move bits: XLA's CPU threads treat subnormal floats as zero, also in slices
         # and concatenations.
         bits = [x.astype(jnp.float32).view(jnp.uint32) for x in operands]
-        histories, numbers = bits[: sum(self.of_units)], bits[sum(self.of_units) :]
+        histories, numbers = bits[: sum(self.counts)], bits[sum(self.counts) :]
         if self.by_quantizer:
             columns = halves(numbers)
         else:
@@ -259,7 +255,7 @@ class _WriteHistories(OpOfUnits):
         # program: XLA would copy them.
         aliases = {}
         if not self.by_quantizer:
-            aliases = {i: i for i in range(sum(self.of_units))}
+            aliases = {i: i for i in range(sum(self.counts))}
         return self.call_on_groups(*operands, aliases=aliases)
 
 
@@ -334,7 +330,7 @@ class _ReadRows(Op):
             return readings
         histories, scales = halves(operands)
         total = len(histories) * self.rows
-        (numerators,) = self.whole.of_units
+        (numerators,) = self.whole.numerators
         numbers = _ffi.call(
             "read_rows",
             [((1,), jnp.float32)] * (3 * total),
@@ -363,7 +359,7 @@ class _WriteRows(Op):
     @property
     def count(self):
         """The number of a product's quantizers."""
-        return sum(self.whole.of_units)
+        return sum(self.whole.counts)
 
     def names(self, *ranks):
         histories, scales = _names_of_rows(self.count)

@@ -109,7 +109,7 @@ def test_histories_are_written_by_xla_on_a_mesh():
 
     def step(history, amax):
         scales = ops.delayed_scales([history], [amax], fp8_max=[448.0])
-        return ops.write_histories([[(history, amax)]], [[(amax, scales[0][1])]])
+        return ops.write_quantizers([(history, amax)], [(amax, scales[0][1])])
 
     operands = np.ones(8, np.float32), np.ones(1, np.float32)
     found = []
