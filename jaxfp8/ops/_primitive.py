@@ -183,12 +183,16 @@ class Op:
         """Bind the primitive."""
         return self.primitive.bind(*operands, op=self)
 
+    def parts(self, operands):
+        """Return `names` for these operands."""
+        return _names(self, *[x.ndim - self.vmap_dims for x in operands])
+
     def all_names(self, operands):
         """Return `names` with the vmapped dimensions, which lead in every operand and
         result.
         """
         leading = dims("vmapped", self.vmap_dims)
-        before, after = self.names(*[x.ndim - self.vmap_dims for x in operands])
+        before, after = self.parts(operands)
         operand_names = [sum(parts, leading) for parts in before]
         return operand_names, [sum(parts, leading) for parts in after]
 
@@ -198,7 +202,10 @@ class Op:
         """
         # The names and the reference are those of `self`: `for_gpus` changes how a
         # kernel runs, and not the op's results.
-        op, name = self.choose(platform, ctx)
+        name, op = self.choose(platform, ctx), self
+        if name == "cuda":
+            capabilities = _support.capabilities(_support.gpus(ctx))
+            op = self.for_gpus(ctx, capabilities)
         devices, tpus, in_jnp = _compat.devices_of(ctx), None, "reference"
         if name == "tpu":
             # JAX registers no custom partitioning for TPUs
@@ -237,51 +244,48 @@ class Op:
         first, *rest = map(len, parts)
         return merged(shape, self.vmap_dims + first, *rest)[:-1]
 
-    def in_groups(self, *operands):
-        """Return the operands in canonical form, and `(shape, dtype)` of the results
-        in that form.
+    def in_groups(self, operands, types):
+        """Return the operands in canonical form, and `(shape, dtype)` of the results,
+        which have these types, in that form.
         """
-        before, after = self.names(*[x.ndim - self.vmap_dims for x in operands])
+        before, after = self.parts(operands)
         pairs = zip(operands, before, strict=True)
         arrays = [x.reshape(self.canonical(x.shape, parts)) for x, parts in pairs]
-        pairs = zip(self.results(*operands), after, strict=True)
+        pairs = zip(types, after, strict=True)
         return arrays, [(self.canonical(x.shape, parts), x.dtype) for x, parts in pairs]
 
     def call_on_groups(self, *operands, aliases=None):
         """Make the custom call of an op on operands in canonical form."""
-        arrays, results = self.in_groups(*operands)
+        types = self.results(*operands)
+        arrays, results = self.in_groups(operands, types)
         attributes = self.attributes()
         outputs = _ffi.call(self.name, results, *arrays, aliases=aliases, **attributes)
-        types = self.results(*operands)
         return [out.reshape(x.shape) for out, x in zip(outputs, types, strict=True)]
 
     def choose(self, platform, ctx):
-        """Return the op whose implementation runs, and the name of the method."""
+        """Return the name of the method that runs."""
         is_for_tpu = platform == "tpu" and self.implementation in (None, "xla")
         if is_for_tpu or self.implementation == "tpu":
-            return self, "tpu"
+            return "tpu"
         if self.implementation == "xla" and self.by_xla is not None:
-            return self, "by_xla"
+            return "by_xla"
         # In an op without `by_xla` the implementation "xla" is the reference.
         if self.implementation not in (None, "ffi"):
-            return self, "reference"
+            return "reference"
         gpus = _support.gpus(ctx) if platform == "cuda" else []
         reason, instead = self.lacks(platform, gpus, ctx.avals_in), "reference"
         if reason is None and platform == "cuda" and self.by_xla is not None:
             # XLA may have a cuBLASLt of its own.
             reason, instead = _support.lacks_cublaslt(), "by_xla"
         if reason is None:
-            op = self
-            if platform == "cuda":
-                op = self.for_gpus(ctx, _support.capabilities(gpus))
-            return op, platform
+            return platform
         if self.implementation == "ffi":
             raise RuntimeError(
                 f'jaxfp8.ops.{self.name}: implementation("ffi"): {reason}'
             )
         if _ffi.is_loaded(platform):
             _support.warn(reason)
-        return self, instead
+        return instead
 
     def lacks(self, platform, gpus, types) -> str | None:
         """Return why only the reference can run on a platform, whose GPUs these are; or
@@ -298,6 +302,12 @@ class Op:
     def why_disabled(self) -> str | None:
         """Return the reason if a custom call of the op is switched off; or None."""
         return _support.why_disabled(self.name, self.custom_call)
+
+
+@functools.lru_cache(maxsize=1024)
+def _names(op, *ranks):
+    """Return the names of an op, which are asked for several times in a program."""
+    return op.names(*ranks)
 
 
 def merged(shape, *counts):

@@ -186,12 +186,12 @@ class Quantization(Op):
         # 1. Merge the dimensions. What all groups of a vmapped index share is repeated
         #    for them.
         types, shape = self.results(*operands), operands[0].shape
-        names, _ = self.names(*[x.ndim - self.vmap_dims for x in operands])
+        names, _ = self.parts(operands)
         batch = names[0][0]
         vmapped = math.prod(shape[: self.vmap_dims])
         groups = math.prod(shape[self.vmap_dims :][: len(batch)])
         is_shared = self.vmap_dims > 0 and groups != 1
-        arrays, results = self.in_groups(*operands)
+        arrays, results = self.in_groups(operands, types)
         for i, (first, *_) in enumerate(names):
             if is_shared and first != batch:
                 arrays[i] = jnp.repeat(arrays[i], groups, axis=0)
@@ -207,7 +207,7 @@ class Quantization(Op):
         results = results[: 1 + self.transpose]
         if self.column_sums:
             *leading, m, n = results[0][0]
-            results.append(((*leading, -(-m // _SUMMED_ROWS), n), jnp.float32))
+            results += [((*leading, -(-m // _SUMMED_ROWS), n), jnp.float32)]
         results.insert(self.amax_place, amax_type)
         outputs = _ffi.call(
             self.name,

@@ -224,8 +224,9 @@ class _QuantizeBlocks(_OpOfBlocks):
     def call(self, x, on_cpu):
         """Make the custom call."""
         # 1. Merge the dimensions to groups of matrices.
-        (groups,), _ = self.in_groups(x)
-        (g, m, n), types, block = groups.shape, self.results(x), self.block
+        types, block = self.results(x), self.block
+        (groups,), _ = self.in_groups([x], types)
+        g, m, n = groups.shape
         # 2. CPUs take any block and order scales by block. GPUs take the blocks of
         #    cuBLASLt, order scales as it does, and have scratch for amaxes of lines.
         count, attribute = _blocks.count, np.int64([b or 0 for b in block])

@@ -156,17 +156,19 @@ def lacks_fp8(gpus):
         version = capability(gpu)
         have = ".".join(map(str, version))
         if () < version < _MIN_CAPABILITY:
-            return (
+            message = (
                 f"{gpu.device_kind} has compute capability {have}, FP8 needs {need} "
                 "or newer"
             )
+            return message
         runs = any(_runs(architecture, version) for architecture in built)
         if version and built and not runs:
-            return (
+            message = (
                 f"{gpu.device_kind} has compute capability {have}, the CUDA library "
                 f"has code for {', '.join(built)}; add yours to "
                 "JAXFP8_CUDA_ARCHITECTURES and build it (cuda/README.md)"
             )
+            return message
     return None
 
 
