@@ -124,7 +124,7 @@ def spread(scales, block, m, n):
     """Repeat scales `[..., R, C]` for each element of a matrix `[m, n]`."""
     r, c = shape(block, m, n)
     *leading, rows, cols = scales.shape
-    axes = (*range(len(leading)), len(leading), len(leading) + 2)
+    axes = (*range(len(leading) + 1), len(leading) + 2)
     return uncut(lax.broadcast_in_dim(scales, (*leading, rows, r, cols, c), axes), m, n)
 
 

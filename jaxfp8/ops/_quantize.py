@@ -141,8 +141,8 @@ class Quantization(Op):
         row, col = dims("row", self.rows), self.columns()
         arrays = []
         # An operand without a batch is one for all groups.
-        for rank, own in zip((x, *ranks), self.operand_parts(row, col), strict=False):
-            arrays.append((dims("batch", rank - sum(map(len, own))), *own))
+        for rank, parts in zip((x, *ranks), self.operand_parts(row, col), strict=False):
+            arrays.append((dims("batch", rank - sum(map(len, parts))), *parts))
         x_names, *more = arrays
         amax_so_far = [ONE] * (len(ranks) - len(more))
         batch = x_names[0]

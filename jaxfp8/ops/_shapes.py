@@ -21,16 +21,6 @@ def merge(x, *counts):
     return x.reshape(merged(x.shape, *counts))
 
 
-def merge_groups(x, leading, *counts):
-    """Merge the leading dimensions of `x` to a group dimension, and the others as
-    `merge` does.
-
-    Without leading dimensions there is one group, and no dimension for it: a custom
-    call whose operands may lack it needs no reshapes.
-    """
-    return merge(x, leading, *counts) if leading else merge(x, *counts)
-
-
 def parts(shape, rows, cols):
     """Return the leading dimensions of a shape, those of the rows, and those of the
     columns, which come last.
@@ -144,8 +134,9 @@ class Product(Op):
         leading = self.leading
         columns = b.shape[leading : b.ndim - self.contracting]
         shape = *a.shape[: a.ndim - self.contracting], *columns
-        a = merge_groups(a, leading, self.rows)
-        return a, merge_groups(b, leading, len(columns)), shape
+        groups = [leading] * (leading > 0)
+        a = merge(a, *groups, self.rows)
+        return a, merge(b, *groups, len(columns)), shape
 
     def finish(self, out, bias):
         """Add the bias, unless it is None, to a scaled product of whole tensors, and
