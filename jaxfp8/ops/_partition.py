@@ -176,8 +176,7 @@ def _partitioned(op, run, result_dtypes, names, raw, *operands):
             if _is_gathered(operands[i].sharding.spec, operand_names[i], axes):
                 gathered[i] = j
         # 3. Find the mesh axes over which the shards of each result combine.
-        over_axes = functools.partial(_reduced_over, mesh, axes)
-        reduced = list(map(over_axes, result_names, combines))
+        reduced = [_reduced_over(mesh, axes, names) for names in result_names]
 
         def on_one_device(*shards):
             shards = list(shards)
@@ -315,7 +314,7 @@ def _whole_blocks(mesh, axes, sizes):
     return axes
 
 
-def _reduced_over(mesh, axes, names, combine):
+def _reduced_over(mesh, axes, names):
     """Return the mesh axes over which a result is combined: those of the dimensions
     that the result lacks.
 
@@ -324,7 +323,7 @@ def _reduced_over(mesh, axes, names, combine):
     """
     kept = set().union(*(axes.get(name, ()) for name in names))
     lost = dict.fromkeys(itertools.chain(*axes.values()))
-    if combine is lax.pmax and not lost.keys() <= kept:
+    if "one" in names and not lost.keys() <= kept:
         lost = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
     return tuple(axis for axis in lost if axis not in kept)
 

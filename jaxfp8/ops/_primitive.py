@@ -218,8 +218,7 @@ class Op:
             in_jnp, tpus = name, devices
         # XLA partitions jnp code by itself. It would cut a custom call only by the rule
         # of `lower_partitioned`, which needs a known mesh.
-        is_one = devices == "one"
-        if devices == "unknown" or (not is_one and self.on_one_device_only()):
+        if devices == "unknown" or (devices != "one" and self.on_one_device_only()):
             name = in_jnp
         run = getattr(type(self), name)
         is_custom = run != getattr(type(self), in_jnp)
@@ -295,8 +294,8 @@ class Op:
             return "no native library serves this platform"
         reason = self.why_disabled()
         if reason is None and platform == "cuda":
-            reason = _support.lacks_fp8(gpus)
-            reason = reason or self.not_on(_support.capabilities(gpus), *types)
+            capabilities = _support.capabilities(gpus)
+            reason = _support.lacks_fp8(gpus) or self.not_on(capabilities, *types)
         return reason
 
     def why_disabled(self) -> str | None:

@@ -295,7 +295,8 @@ def write_rows(pairs, recorded):
         TypeError: the op is differentiated.
     """
     histories = [history for history, _ in pairs]
-    op = _WriteRows(_WriteHistories((len(pairs),), by_quantizer=False))
+    count = len(pairs)
+    op = _WriteRows(_WriteHistories((count,), by_quantizer=False), count)
     written = op(*histories, *recorded)
     return list(zip(*halves(written), strict=True))
 
@@ -330,13 +331,12 @@ class _ReadRows(Op):
             return readings
         histories, scales = halves(operands)
         total = len(histories) * self.rows
-        (numerators,) = self.whole.numerators
         numbers = _ffi.call(
             "read_rows",
             [((1,), jnp.float32)] * (3 * total),
             *histories,
             *(scale.reshape(-1) for scale in scales),
-            numerators=np.array(numerators, np.float32),
+            numerators=self.whole.attributes()["numerators"],
         )
         rows = []
         for row, reading in enumerate(readings):
@@ -355,11 +355,7 @@ class _WriteRows(Op):
     name = "write_rows"
     custom_call = "write_histories"
     whole: _WriteHistories
-
-    @property
-    def count(self):
-        """The number of a product's quantizers."""
-        return sum(self.whole.counts)
+    count: int  # of the product's quantizers
 
     def names(self, *ranks):
         histories, scales = _names_of_rows(self.count)

@@ -188,10 +188,9 @@ def _runs(architecture, capability):
     """
     number = architecture.removeprefix("sm_").rstrip("af")
     major, minor = int(number[:-1]), int(number[-1])
-    if capability[:1] != (major,):
-        return False
-    is_specific = architecture.endswith("a")
-    return capability[1] == minor if is_specific else capability[1] >= minor
+    if architecture.endswith("a"):
+        return capability == (major, minor)
+    return (major, minor) <= capability < (major + 1,)
 
 
 def warn(reason):
