@@ -1,17 +1,17 @@
 """adam_update: a whole step of Adam on moments in FP8, for many leaves at once."""
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._jax import _compat
 from ..numerics._moment_codec import adam_step
 from . import _ffi
 from ._encode_moment import from_rows, moment_names, to_rows
 from ._partition import WHOLE
-from ._primitive import Op
+from ._primitive import OpOfUnits
 
 # The largest number of leaves in one call of `adam_update`, and how many numbers a step
 # of a leaf has.
@@ -91,13 +91,12 @@ def _batched(items, count):
     return [items[i : i + count] for i in range(0, len(items), count)]
 
 
-class _AdamUpdate(Op):
-    """Each leaf has an axis that blocks cut, counted from the end; `applies` says
-    whether parameters are given and stepped.
+class _AdamUpdate(OpOfUnits):
+    """The units are leaves, with the axes that blocks cut, counted from the end;
+    `applies` says whether parameters are given and stepped.
     """
 
     name = "adam_update"
-    axes: tuple
     applies: bool
 
     @property
@@ -105,9 +104,13 @@ class _AdamUpdate(Op):
         """The number of operands of a leaf."""
         return 9 + self.applies
 
+    def owners(self, operand_count):
+        leaves = range(len(self.of_units))
+        return np.repeat(leaves, self.operands), np.repeat(leaves, _ADAM_RESULTS)
+
     def names(self, *ranks):
         operands, results = [], []
-        for i, axis in enumerate(self.axes):
+        for i, axis in enumerate(self.of_units):
             elements, blocks = moment_names(ranks[self.operands * i], axis, f"leaf{i}_")
             moments = 2 * [elements, blocks, blocks]
             operands += [elements] * self.applies + moments
@@ -121,24 +124,22 @@ class _AdamUpdate(Op):
 
     def dtypes(self, *operands):
         moment = [x.dtype for x in operands[self.applies :][:3]]
-        return [jnp.float32, *moment, *moment] * len(self.axes)
+        return [jnp.float32, *moment, *moment] * len(self.of_units)
 
     def lower(self, platform, ctx, *operands):
         """Lower each leaf by itself on a mesh, which may cut each along other axes."""
-        if _compat.devices_of(ctx) != "mesh" or len(self.axes) == 1:
+        if _compat.devices_of(ctx) != "mesh" or len(self.of_units) == 1:
             return super().lower(platform, ctx, *operands)
         results = []
         types_in = _batched(ctx.avals_in, self.operands)
         types_out = _batched(ctx.avals_out, _ADAM_RESULTS)
         for i, leaf in enumerate(_batched(operands, self.operands)):
             of_leaf = ctx.replace(avals_in=types_in[i], avals_out=types_out[i])
-            results += dataclasses.replace(self, axes=self.axes[i : i + 1]).lower(
-                platform, of_leaf, *leaf
-            )
+            results += self.of_some([i]).lower(platform, of_leaf, *leaf)
         return results
 
     def reference(self, *operands):
-        leaves = zip(self.axes, _batched(operands, self.operands), strict=True)
+        leaves = zip(self.of_units, _batched(operands, self.operands), strict=True)
         return [
             x
             for axis, (*leaf, grads) in leaves
@@ -146,7 +147,7 @@ class _AdamUpdate(Op):
         ]
 
     def cpu(self, *operands):
-        leaves = zip(self.axes, _batched(operands, self.operands), strict=True)
+        leaves = zip(self.of_units, _batched(operands, self.operands), strict=True)
         rows, keys, aliases, axes, shapes = [], [], {}, [], []
         for axis, (*leaf, keys_of_both, numbers, grads) in leaves:
             # The keys of all leaves are one operand: XLA computes them in one launch.

@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 
 from ..numerics import _scaling, _tpu
 from . import _checks, _shapes
-from ._primitive import ONE, SLOTS, Op, dims, halves
+from ._primitive import ONE, SLOTS, Op, OpOfUnits, dims, halves
 
 MAX_QUANTIZERS = 64  # of one custom call: common/histories.h
 
@@ -149,14 +149,17 @@ def amaxes(history):
     return [jnp.where(largest == jnp.inf, jnp.float32(-1), x) for x in entries]
 
 
-class _DelayedScales(Op):
-    """The numerators of the scales are `fp8_max / 2**margin`; `most_recent` says
-    whether the newest amax counts alone.
+class _DelayedScales(OpOfUnits):
+    """The units have the numerators of their scales, `fp8_max / 2**margin`;
+    `most_recent` says whether the newest amax counts alone.
     """
 
     name = "delayed_scales"
-    numerators: tuple
     most_recent: bool
+
+    def owners(self, operand_count):
+        units = list(range(operand_count // 2))
+        return units * 2, units * 3
 
     def names(self, *ranks):
         count = len(ranks) // 2
@@ -167,7 +170,7 @@ class _DelayedScales(Op):
     def reference(self, *operands):
         results = []
         for history, stored, numerator in zip(
-            *halves(operands), self.numerators, strict=True
+            *halves(operands), self.of_units, strict=True
         ):
             newest, largest = amaxes(history)
             amax = newest if self.most_recent else largest
@@ -176,5 +179,5 @@ class _DelayedScales(Op):
         return [part for parts in zip(*results, strict=True) for part in parts]
 
     def attributes(self):
-        numerators = np.array(self.numerators, np.float32)
+        numerators = np.array(self.of_units, np.float32)
         return {"numerators": numerators, "most_recent": self.most_recent}

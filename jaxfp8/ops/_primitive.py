@@ -378,6 +378,52 @@ class OpOfCpus(Op):
         return self.reference(*operands)
 
 
+class OpOfUnits(Op):
+    """An op that computes several independent units, such as the quantizers of a
+    product.
+
+    Attributes:
+        of_units: what is static of each unit.
+    """
+
+    of_units: tuple
+
+    def owners(self, operand_count) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the number of the unit of each operand, and of each result."""
+        raise NotImplementedError
+
+    def of_some(self, indices):
+        """Return the op of some units."""
+        chosen = tuple([self.of_units[i] for i in indices])
+        return dataclasses.replace(self, of_units=chosen)
+
+    def batch_first(self, operands, batch_dims):
+        """Make one call for the batched units and one for the rest, whose state stays
+        one state.
+        """
+        # 1. Find the units that are batched.
+        ins, outs = self.owners(len(operands))
+        pairs = zip(ins, batch_dims, strict=True)
+        batched = {unit for unit, dim in pairs if dim is not None}
+        rest = set(ins) - batched
+        if not rest:
+            return None  # the rule of all ops applies
+        # 2. Make one call for the units that are not batched, and one under `vmap` for
+        #    those that are.
+        results, result_dims = [None] * len(outs), [None] * len(outs)
+        for chosen in rest, batched:
+            places = [i for i, unit in enumerate(ins) if unit in chosen]
+            call = self.of_some(sorted(chosen))
+            if chosen is batched:
+                call = jax.vmap(call, in_axes=tuple(batch_dims[i] for i in places))
+            outputs = iter(call(*(operands[i] for i in places)))
+            for i, unit in enumerate(outs):
+                if unit in chosen:
+                    results[i] = next(outputs)
+                    result_dims[i] = 0 if chosen is batched else None
+        return results, result_dims
+
+
 def halves(arrays):
     """Return the first half of the arrays, such as the histories of all units, and the
     second, such as their scales.

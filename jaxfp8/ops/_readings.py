@@ -18,7 +18,7 @@ from ..numerics import _scaling
 from . import _ffi
 from ._amax import MAX_QUANTIZERS, amaxes, history_names
 from ._partition import WHOLE
-from ._primitive import ONE, SLOTS, Op, OpOfCpus, dims, halves
+from ._primitive import ONE, SLOTS, Op, OpOfCpus, OpOfUnits, dims, halves
 
 READING_NUMBERS = 6  # of each quantizer, in a reading and in what a step records
 # the names of the dimension of a product's reading, and of a pair of amaxes
@@ -142,6 +142,11 @@ def _in_calls(products, run):
     return [results[i] for i in range(len(products))]
 
 
+def _owners(counts):
+    """Return the position of the product of each quantizer."""
+    return np.repeat(range(len(counts)), counts).tolist()
+
+
 def _names(op, ranks, counts):
     """Name the dimensions of the histories, the scales, and the readings of products
     (or the recorded numbers).
@@ -175,15 +180,17 @@ def _next_history(history, amax, scale_inv, stays=None):
     return jnp.where(is_entry & (scale_inv << 1 != 0), moved, jnp.uint32(0))
 
 
-class _ReadHistories(Op):
-    """The numerators of the scales are those of each product's quantizers."""
+class _ReadHistories(OpOfUnits):
+    """The units are products, with the numerators of the scales of their quantizers."""
 
     name = "read_histories"
-    numerators: tuple
 
     @property
     def counts(self):
-        return tuple(map(len, self.numerators))
+        return tuple(map(len, self.of_units))
+
+    def owners(self, operand_count):
+        return _owners(self.counts) * 2, range(len(self.counts))
 
     def names(self, *ranks):
         histories, scales, readings = _names(self, ranks, self.counts)
@@ -212,22 +219,28 @@ class _ReadHistories(Op):
         return [x.reshape(*x.shape[:-2], READING_NUMBERS * x.shape[-2]) for x in parts]
 
     def attributes(self):
-        return {"numerators": np.array(sum(self.numerators, ()), np.float32)}
+        return {"numerators": np.array(sum(self.of_units, ()), np.float32)}
 
 
-class _WriteHistories(Op):
-    """The counts are the numbers of the products' quantizers.
+class _WriteHistories(OpOfUnits):
+    """The units are products, with the numbers of their quantizers.
 
-    With `by_quantizer` the recorded numbers are an array for each amax and each
-    scale_inv.
+    With `by_quantizer` the units are quantizers, and the recorded numbers an array for
+    each amax and each scale_inv.
     """
 
     name = "write_histories"
-    counts: tuple
     by_quantizer: bool
 
+    def owners(self, operand_count):
+        quantizers = _owners(self.of_units)
+        recorded = range(operand_count - len(quantizers))
+        if self.by_quantizer:
+            recorded = quantizers * 2
+        return [*quantizers, *recorded], quantizers * 2
+
     def names(self, *ranks):
-        histories, scales, readings = _names(self, ranks, self.counts)
+        histories, scales, readings = _names(self, ranks, self.of_units)
         recorded = scales * 2 if self.by_quantizer else readings
         return [*histories, *recorded], [*histories, *scales]
 
@@ -240,7 +253,7 @@ class _WriteHistories(Op):
         # Move bits: XLA's CPU threads treat subnormal floats as zero, also in slices
         # and concatenations.
         bits = [x.astype(jnp.float32).view(jnp.uint32) for x in operands]
-        histories, numbers = bits[: sum(self.counts)], bits[sum(self.counts) :]
+        histories, numbers = bits[: sum(self.of_units)], bits[sum(self.of_units) :]
         if self.by_quantizer:
             columns = halves(numbers)
         else:
@@ -255,7 +268,7 @@ class _WriteHistories(Op):
         # program: XLA would copy them.
         aliases = {}
         if not self.by_quantizer:
-            aliases = {i: i for i in range(sum(self.counts))}
+            aliases = {i: i for i in range(sum(self.of_units))}
         return self.call_on_groups(*operands, aliases=aliases)
 
 
