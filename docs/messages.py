@@ -11,7 +11,7 @@ import docstrings
 PACKAGE = pathlib.Path(__file__).parents[1] / "jaxfp8"
 WARNINGS = {"warn", "warning"}
 # What makes an exception or a reason that another function raises or warns of.
-_MADE = ("Error", "Missing", "Unavailable")
+_MADE = ("Error", "Unavailable")
 _HEAD = """\
 Errors and warnings
 ===================

@@ -72,7 +72,7 @@ def histories(quantizers, length):
     """
 
     def step(pairs):
-        (reading,) = ops.read_histories([pairs])
+        (reading,) = ops.read_histories([pairs], fp8_max=[[448.0] * len(pairs)])
         stays = jnp.arange(reading.shape[-1]) % ops.READING_NUMBERS == 2
         return ops.write_histories([pairs], [jnp.where(stays, 0, reading)])[0]
 

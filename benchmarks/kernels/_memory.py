@@ -218,7 +218,7 @@ def transpose_codes(m, n):
     def check(data_t, data):
         expect_transposed("transpose_codes", data, data_t)
 
-    return Work(lambda data: ops.transpose_codes(data, (1, 0)), arguments, check)
+    return Work(lambda data: ops.transpose_codes(data), arguments, check)
 
 
 def encode_moment(m, n, squared):

@@ -39,8 +39,7 @@ def about() -> dict[str, Any]:
         "settings": _try(settings),
         "platform": _try(_support.backend),
         "devices": _try(devices),
-        "driver": _try(_support.driver),
-        "libraries": _try(lambda: [library._asdict() for library in _ffi.libraries()]),
+        "libraries": _try(lambda: [library._asdict() for library in _ffi.LIBRARIES]),
         "cublaslt": _try(cublaslt),
         "ops": _try(lambda: active_ops(_support.backend())),
     }
@@ -162,7 +161,7 @@ def _why_not(platform: str, target: str, reasons: list[str]) -> str:
         return "; ".join(reasons)
     if platform == "tpu":  # XLA compiles the jnp programs
         return f"{NO_KERNEL} {platform}"
-    for library in _ffi.libraries():
+    for library in _ffi.LIBRARIES:
         if library.platform == platform:
             if target not in library.ops:
                 return f"{NO_KERNEL} {platform}"

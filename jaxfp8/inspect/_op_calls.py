@@ -202,7 +202,7 @@ def _transpose_blocks(kind):
 
 
 def _transpose_codes(kind):
-    return _call(ops.transpose_codes, kind.any_codes(), order=(1, 0))
+    return _call(ops.transpose_codes, kind.any_codes())
 
 
 def _dequantize(kind):
@@ -281,7 +281,9 @@ def _write_histories(kind):
     def function(history, recorded):
         product = [(history, history[:1]), (history[:1], history[:1])]
         numbers = [(recorded[:1], recorded[1:2]), (recorded[2:3], recorded[3:4])]
-        return ops.write_histories([product], [kind.turn((recorded, numbers))])
+        if kind.turn((True, False)):
+            return ops.write_histories([product], [recorded])
+        return [ops.write_quantizers(product, numbers)]
 
     return function, [kind.history(), kind.factors(12)]
 

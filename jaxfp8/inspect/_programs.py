@@ -193,11 +193,12 @@ class Target(NamedTuple):
         #    cuBLASLt.
         if self.lacks:
             return self.lacks
-        missing = _support.missing_on(
-            self.gpus, cublaslt=name in ("scaled_matmul", "block_scaled_matmul")
-        )
-        if missing and (missing.hardware or implementation != "xla"):
-            return missing.reason
+        missing = _support.lacks_fp8(self.gpus)
+        by_cublaslt = name in ("scaled_matmul", "block_scaled_matmul")
+        if missing is None and by_cublaslt and implementation != "xla":
+            missing = _support.lacks_cublaslt()
+        if missing:
+            return missing
         # 2. Ask the implementation that was selected while tracing.
         if implementation == "reference":
             return 'implementation("reference") is selected'

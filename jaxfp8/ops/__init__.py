@@ -39,6 +39,7 @@ from ._readings import (
     read_rows,
     split_reading,
     write_histories,
+    write_quantizers,
     write_rows,
 )
 from ._scaled_matmul import scaled_matmul

@@ -114,7 +114,10 @@ class _AdamUpdate(OpOfUnits):
             elements, blocks = moment_names(ranks[self.operands * i], axis, f"leaf{i}_")
             moments = 2 * [elements, blocks, blocks]
             operands += [elements] * self.applies + moments
-            operands += [(f"{WHOLE}_moment{i}", *blocks), (f"{WHOLE}_numbers{i}",)]
+            operands += [
+                ((f"{WHOLE}_moment{i}",), *blocks),
+                ((f"{WHOLE}_numbers{i}",),),
+            ]
             operands.append(elements)
             results += [elements, *moments]
         return operands, results

@@ -37,7 +37,7 @@ class _Amax(Op):
     name = "amax"
 
     def names(self, x):
-        return [dims("x", x)], [ONE]
+        return [((), dims("x", x))], [ONE]
 
     def reference(self, x):
         return (_shapes.abs_max(x, self.vmap_dims),)
@@ -127,6 +127,14 @@ def delayed_scales(histories, stored, *, fp8_max, margin=0.0, algo="max"):
     return [results[i :: len(histories)] for i in range(len(histories))]
 
 
+def history_names(op, batch, i=0):
+    """Name the dimensions of history i. A custom call takes a single history without a
+    dimension for groups.
+    """
+    groups = (batch,) if batch or op.vmap_dims else ()
+    return *groups, (f"{SLOTS}{i}",)
+
+
 def amaxes(history):
     """Return in jnp the newest and the largest entry of a history, f32 `[*batch, 1]`;
     both are -1 where an entry is below zero.
@@ -156,7 +164,7 @@ class _DelayedScales(OpOfUnits):
     def names(self, *ranks):
         count = len(ranks) // 2
         # No mesh cuts a history: the maximum of a part is no scale.
-        slots = [(f"{SLOTS}{i}",) for i in range(count)]
+        slots = [history_names(self, (), i) for i in range(count)]
         return slots + [ONE] * count, [ONE] * (3 * count)
 
     def reference(self, *operands):

@@ -140,10 +140,10 @@ class _BlockScaledMatmul(Product):
 
     def names(self, a, b, *_):
         leading, m, n, k = self.dimensions(b)
-        operands = [leading + m + k, leading + n + k]
+        operands = [(leading, m, k), (leading, n, k)]
         operands.append(_blocks.scale_names(leading, m, k, self.a_block))
         operands.append(_blocks.scale_names(leading, n, k, self.b_block))
-        return operands + [leading + n] * self.has_bias, [leading + m + n]
+        return operands + [(leading, n)] * self.has_bias, [(leading, m, n)]
 
     def widened(self, dtype, x, scales, block):
         """Widen codes, and multiply them by scales that are no factor of the

@@ -44,18 +44,18 @@ _ON_BLACKWELL = {("1x32", "1x32")}
 
 
 def checked(op, name, block):
-    """Return a block as a tuple of Python integers of at least 1, or None."""
+    """Return a block as a tuple of integers of at least 1, or None."""
 
     def is_size(b):
         return b is None or (isinstance(b, (int, np.integer)) and b >= 1)
 
     is_pair = isinstance(block, (tuple, list)) and len(block) == 2
-    if not (is_pair and is_size(block[0]) and is_size(block[1])):
+    if not (is_pair and all(map(is_size, block))):
         raise ValueError(
             f"{op}: {name}: expected (rows, columns), each a positive int, or None "
             f"for all, got {block!r}"
         )
-    return tuple(None if b is None else int(b) for b in block)
+    return tuple(block)
 
 
 def checked_scale(op, prefix, scale, block, leading, rows, cols):
@@ -83,7 +83,7 @@ def scale_names(leading, rows, cols, block):
     """
     if block is None:
         return ONE
-    return *leading, blocks_of(rows, block[0]), blocks_of(cols, block[1])
+    return leading, (blocks_of(rows, block[0]),), (blocks_of(cols, block[1]),)
 
 
 def shape(block, m, n):
@@ -124,7 +124,7 @@ def spread(scales, block, m, n):
     """Repeat scales `[..., R, C]` for each element of a matrix `[m, n]`."""
     r, c = shape(block, m, n)
     *leading, rows, cols = scales.shape
-    axes = (*range(len(leading)), len(leading), len(leading) + 2)
+    axes = (*range(len(leading) + 1), len(leading) + 2)
     return uncut(lax.broadcast_in_dim(scales, (*leading, rows, r, cols, c), axes), m, n)
 
 

@@ -19,26 +19,18 @@ def array(op, name, x):
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError) as error:
-        dtype, fix = getattr(x, "dtype", None), ""
-        if isinstance(dtype, np.dtype) and not dtype.isnative:
-            fix = (
-                ", whose bytes are swapped; convert it with "
-                f".astype(np.{dtype.newbyteorder('=').name})"
-            )
+        dtype = getattr(x, "dtype", None)
         got = type(x).__name__ if dtype is None else f"{type(x).__name__} of {dtype}"
-        raise TypeError(f"{op}: {name}: expected an array, got {got}{fix}") from error
+        raise TypeError(f"{op}: {name}: expected an array, got {got}") from error
 
 
 def high_precision(op, name, x, least=0):
     """Return an array of bfloat16, float16 or float32, of rank `least` or more."""
     fix = "cast it, for example with .astype(jnp.float32)"
-    if hasattr(x, "dtype") and x.dtype == np.float64:
-        # Before asarray, which would round to f32 without a word: codes must come from
-        # one rounding.
-        raise TypeError(
-            f"{op}: {name}: expected bfloat16, float16 or float32, got float64; {fix}"
-        )
-    x = array(op, name, x)
+    # asarray would round float64 to f32 without a word: codes must come from one
+    # rounding.
+    if getattr(x, "dtype", None) != np.float64:
+        x = array(op, name, x)
     if x.dtype in FP8_DTYPES:
         fix = (
             "codes have a scale: jaxfp8.ops.dequantize gives their values, "

@@ -95,7 +95,7 @@ def moment_names(rank, axis, leaf=""):
     before, after = names[: rank + axis], names[rank + axis + 1 :]
     cut = (f"{leaf}col0",)
     blocks = (blocks_of(cut, MOMENT_BLOCK),)
-    return before + cut + after, before + blocks + after
+    return (before, cut, after), (before, blocks, after)
 
 
 class _DecodeMoment(Op):

@@ -55,8 +55,7 @@ _CPU_ONLY = {
 }
 OPS = _ON_BOTH | _CUDA_ONLY | _CPU_ONLY
 _TARGETS = {"cpu": _ON_BOTH | _CPU_ONLY, "CUDA": _ON_BOTH | _CUDA_ONLY}
-_loaded = {}  # platform -> module
-_errors = {}  # platform -> why its module is not loaded
+_modules = {}  # platform -> compiled module in use
 _log = logging.getLogger("jaxfp8")
 _PACKAGE = __package__.split(".")[0]
 # Which packages may hold a module, the first one first. JAX too prefers its plugin for
@@ -174,14 +173,15 @@ def _build_report():
 
 
 def _load(platform):
-    """Register the targets of one platform; False where its module is missing or does
-    not load.
+    """Register the custom calls of one platform; return its Library, also where its
+    module is missing or does not load.
     """
-    name = f"_{platform.lower()}"
+    name, ops = platform.lower(), tuple(_TARGETS[platform])
+    library = Library(name, module_path(f"_{name}"), "", "", ops)
     try:
-        module = _load_module(name)
+        module = _load_module(f"_{name}")
         handlers = module.registrations()
-        targets = list(map(target_name, _TARGETS[platform]))
+        targets = list(map(target_name, ops))
         # A module of an older build lacks a target, or has it under another version.
         # Its contract differs, so nothing of this module may be called.
         lacking = ", ".join(target for target in targets if target not in handlers)
@@ -190,70 +190,49 @@ def _load(platform):
                 f"does not load: built from other sources, without {lacking}"
             )
     except Unavailable as error:
-        _errors[platform] = str(error)
         # An installation for CPUs has no CUDA module, which is no news. A file that
         # cannot be used is a fault.
-        if path := module_path(name):
-            _log.warning("jaxfp8: ignoring %s, which %s", path, error)
-        return False
+        if library.path:
+            _log.warning("jaxfp8: ignoring %s, which %s", library.path, error)
+        return library._replace(error=str(error))
     # Targets are registered all together or not at all, so that no program meets half
     # of a library.
     for target in targets:
         jax.ffi.register_ffi_target(target, handlers[target], platform=platform)
-    _loaded[platform] = module
-    return True
+    _modules[name] = module
+    built_for = module.instruction_set() if name == "cpu" else module.architectures()
+    return library._replace(built_for=built_for)
 
 
-def libraries():
-    """Return a `Library` for each platform, whether or not its module is loaded."""
-    rows = []
-    for platform, ops in _TARGETS.items():
-        name = platform.lower()
-        error, built_for = _errors.get(platform, ""), _built_for(platform)
-        row = name, module_path(f"_{name}"), error, built_for, tuple(ops)
-        rows.append(Library(*row))
-    return rows
+LIBRARIES = tuple(map(_load, _TARGETS))
 
-
-def _built_for(platform):
-    module = _loaded.get(platform)
-    if module is None:
-        return ""
-    return module.instruction_set() if platform == "cpu" else module.architectures()
+# Where there is a file for CPUs, `_load` has already said why it is not in use.
+if not (_modules or LIBRARIES[0].path):
+    _log.warning(
+        "jaxfp8: running on the slower jnp reference, without compiled kernels: %s",
+        LIBRARIES[0].error,
+    )
 
 
 def cuda_architectures():
     """Return the GPU architectures that the CUDA module has code for, such as
     `"sm_90a"`; empty if it is not loaded.
     """
-    return _built_for("CUDA").split()
-
-
-has_cpu_kernels = _load("cpu")
-_has_cuda_kernels = _load("CUDA")
-
-# Where there is a file for CPUs, `_load` has already said why it is not in use.
-if not (has_cpu_kernels or _has_cuda_kernels or module_path("_cpu")):
-    _log.warning(
-        "jaxfp8: running on the slower jnp reference, without compiled kernels: %s",
-        _errors["cpu"],
-    )
+    return LIBRARIES[1].built_for.split()
 
 
 def has_cuda_kernels() -> bool:
     """Tell whether the CUDA module is built and loadable (a GPU need not be
     present).
     """
-    return _has_cuda_kernels
+    return is_loaded("cuda")
 
 
 def is_loaded(platform):
     """Tell whether the module of `"cpu"` or `"cuda"` is in use; no other platform has
     one.
     """
-    if platform == "cpu":
-        return has_cpu_kernels
-    return platform == "cuda" and has_cuda_kernels()
+    return platform in _modules
 
 
 def call(op, results, *operands, aliases=None, **attributes):
@@ -277,4 +256,4 @@ def cublaslt_version():
     """Return the version of cuBLASLt; raise a RuntimeError that says why it cannot be
     opened, or what it lacks.
     """
-    return _loaded["CUDA"].cublaslt_version()
+    return _modules["cuda"].cublaslt_version()

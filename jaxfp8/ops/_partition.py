@@ -32,7 +32,7 @@ from ..numerics import FP8_DTYPES
 
 WHOLE = "whole"
 # the dimensions of a scale or an amax: f32[1] for each index of the vmapped dimensions
-ONE = ("one",)
+ONE = (("one",),)
 _BLOCKS_OF = "_blocks_of_"
 
 
@@ -65,24 +65,13 @@ def lower_partitioned(op, run, as_bytes, ctx, operands):
     """
     # The rule below has to name each part of a mesh axis over which XLA may cut a
     # dimension.
-    abstract_mesh = ctx.module_context.axis_context.abstract_mesh
     plain, results = map(_compat.without_mesh, (ctx.avals_in, ctx.avals_out))
-    names, mesh = op.all_names(plain), _split(abstract_mesh)
-    has_whole = op.on_shards is not None
-
-    def uncut(names, aval, value):
-        # A dimension must not be cut where its name says so, or where the parts of a
-        # mesh axis cannot say the cut.
-        is_whole = [
-            (has_whole and name.startswith(WHOLE))
-            or not _names_cuts(abstract_mesh, size)
-            for name, size in zip(names, aval.shape, strict=True)
-        ]
-        return _uncut(ctx, is_whole, aval, value)
-
+    names = op.all_names(plain)
+    mesh = _split(ctx.module_context.axis_context.abstract_mesh)
+    uncut = functools.partial(_uncut, ctx, op.on_shards is not None)
     operands = list(map(uncut, names[0], plain, operands))
     raw = _as_bytes if as_bytes else lambda x: x
-    dtypes = [[aval.dtype for aval in avals] for avals in (plain, results)]
+    dtypes = [aval.dtype for aval in results]
     partitioned = functools.partial(_partitioned, op, run, dtypes, names, raw)
     values = _lower_untyped(_compat.with_mesh(ctx, mesh), partitioned, plain, operands)
     return list(map(uncut, names[1], results, values))
@@ -96,13 +85,6 @@ def _lower_untyped(ctx, function, plain, operands):
     ctx = ctx.replace(avals_in=plain)
     with use_abstract_mesh(AbstractMesh((), ())):
         return rule(ctx, *operands)
-
-
-def combine_of(names):
-    """Return the function that combines the shards of a result: max for amaxes, sum for
-    products and column sums.
-    """
-    return lax.pmax if names[-1:] == ONE else lax.psum
 
 
 def _split(mesh):
@@ -139,16 +121,21 @@ def _names_cuts(mesh, size):
     return True
 
 
-def _uncut(ctx, is_whole, aval, value):
-    """Return a lowered operand or result that is not cut along these dimensions.
+def _uncut(ctx, has_whole, names, aval, value):
+    """Return a lowered operand or result that is not cut along a dimension whose name
+    says so, with `has_whole`, or where the parts of a mesh axis cannot say the cut.
 
     XLA may cut blocks along a part of a mesh axis, which `custom_partitioning` cannot
     say.
     """
-    if not any(is_whole):
-        return value
     mesh = _with_axes(ctx.module_context.axis_context.abstract_mesh, AxisType.Auto)
-    entries = (None if whole else PartitionSpec.UNCONSTRAINED for whole in is_whole)
+    entries = [PartitionSpec.UNCONSTRAINED] * len(names)
+    for i, name in enumerate(names):
+        is_whole = has_whole and name.startswith(WHOLE)
+        if is_whole or not _names_cuts(mesh, aval.shape[i]):
+            entries[i] = None
+    if None not in entries:
+        return value
     sharding = NamedSharding(mesh, PartitionSpec(*entries))
 
     def constrained(x):
@@ -157,15 +144,16 @@ def _uncut(ctx, is_whole, aval, value):
     return _lower_untyped(ctx, constrained, [aval], [value])[0]
 
 
-def _partitioned(op, run, dtypes, names, raw, *operands):
+def _partitioned(op, run, result_dtypes, names, raw, *operands):
     """Run the program of one device on shards of the operands, whatever shards XLA
     chooses.
     """
     operand_names, result_names = names
-    operand_dtypes, result_dtypes = dtypes
+    operand_dtypes = [x.dtype for x in operands]
     second_layouts = op.second_layouts()
     count = len(operand_names) - len(second_layouts)
-    combines = list(map(combine_of, result_names))
+    # Amaxes combine by max, products and column sums by sum.
+    combines = [lax.pmax if "one" in names else lax.psum for names in result_names]
 
     def typed(*operands):
         first = map(lax.bitcast_convert_type, operands[:count], operand_dtypes)
@@ -188,8 +176,7 @@ def _partitioned(op, run, dtypes, names, raw, *operands):
             if _is_gathered(operands[i].sharding.spec, operand_names[i], axes):
                 gathered[i] = j
         # 3. Find the mesh axes over which the shards of each result combine.
-        over_axes = functools.partial(_reduced_over, mesh, axes)
-        reduced = list(map(over_axes, result_names, combines))
+        reduced = [_reduced_over(mesh, axes, names) for names in result_names]
 
         def on_one_device(*shards):
             shards = list(shards)
@@ -197,8 +184,7 @@ def _partitioned(op, run, dtypes, names, raw, *operands):
             # `axis_index` can name them.
             with use_abstract_mesh(_with_axes(mesh, AxisType.Manual)):
                 for i, j in gathered.items():
-                    order = [operand_names[j].index(name) for name in operand_names[i]]
-                    shards[i] = op.turned(shards[j], order)
+                    shards[i] = op.turned(shards[j])
                 # Where the first result is a sum over devices, one device adds the bias
                 # to its part of it.
                 for i in op.added():
@@ -328,7 +314,7 @@ def _whole_blocks(mesh, axes, sizes):
     return axes
 
 
-def _reduced_over(mesh, axes, names, combine):
+def _reduced_over(mesh, axes, names):
     """Return the mesh axes over which a result is combined: those of the dimensions
     that the result lacks.
 
@@ -337,7 +323,7 @@ def _reduced_over(mesh, axes, names, combine):
     """
     kept = set().union(*(axes.get(name, ()) for name in names))
     lost = dict.fromkeys(itertools.chain(*axes.values()))
-    if combine is lax.pmax and not lost.keys() <= kept:
+    if "one" in names and not lost.keys() <= kept:
         lost = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
     return tuple(axis for axis in lost if axis not in kept)
 
@@ -346,5 +332,5 @@ def _with_axes(mesh, kind):
     """Return the mesh with axes of another kind; the program of one device has manual
     axes.
     """
-    kinds = (kind,) * len(mesh.axis_names)
-    return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=kinds)
+    kinds = dict.fromkeys(mesh.axis_names, kind)
+    return mesh.abstract_mesh.update_axis_types(kinds)

@@ -56,8 +56,8 @@ class Op:
             device's program may take more operands. `cut(name)` returns the index of
             the device's shard of a dimension, and the number of shards. XLA does not
             cut the reference of such an op.
-        turned: `(second, order) -> first`: the first layout of a tensor on one device,
-            `jnp.transpose(second, order)`, for an op with second layouts.
+        turned: `second -> first`: the first layout of a tensor on one device, for an op
+            with second layouts.
     """
 
     vmap_dims: int = dataclasses.field(default=0, kw_only=True)
@@ -74,7 +74,8 @@ class Op:
 
     def names(self, *ranks) -> tuple[Sequence, Sequence]:
         """Return the names of the dimensions of each operand and of each result,
-        without vmapped dimensions.
+        without vmapped dimensions, in parts: tuples of names, of the dimensions that a
+        custom call takes as one.
 
         A name stands for one size. A dimension that a result lacks was reduced: by max
         for a result named `ONE` (an amax), by sum for any other result.
@@ -182,14 +183,18 @@ class Op:
         """Bind the primitive."""
         return self.primitive.bind(*operands, op=self)
 
+    def parts(self, operands):
+        """Return `names` for these operands."""
+        return _names(self, *[x.ndim - self.vmap_dims for x in operands])
+
     def all_names(self, operands):
         """Return `names` with the vmapped dimensions, which lead in every operand and
         result.
         """
         leading = dims("vmapped", self.vmap_dims)
-        before, after = self.names(*[x.ndim - self.vmap_dims for x in operands])
-        operand_names = [(*leading, *names) for names in before]
-        return operand_names, [(*leading, *names) for names in after]
+        before, after = self.parts(operands)
+        operand_names = [sum(parts, leading) for parts in before]
+        return operand_names, [sum(parts, leading) for parts in after]
 
     def lower(self, platform, ctx, *operands):
         """Lower to the implementation that runs on a platform; None is one without a
@@ -197,10 +202,12 @@ class Op:
         """
         # The names and the reference are those of `self`: `for_gpus` changes how a
         # kernel runs, and not the op's results.
-        (op, name), in_jnp = self.choose(platform, ctx), "reference"
-        devices, tpus = _compat.devices_of(ctx), None
-        is_for_tpu = platform == "tpu" and self.implementation != "reference"
-        if is_for_tpu or self.implementation == "tpu":
+        name, op = self.choose(platform, ctx), self
+        if name == "cuda":
+            capabilities = _support.capabilities(_support.gpus(ctx))
+            op = self.for_gpus(ctx, capabilities)
+        devices, tpus, in_jnp = _compat.devices_of(ctx), None, "reference"
+        if name == "tpu":
             # JAX registers no custom partitioning for TPUs
             if devices == "mesh" and self.on_shards is not None:
                 raise NotImplementedError(
@@ -208,11 +215,10 @@ class Op:
                     "mesh of TPUs, where XLA cannot cut this op; call it inside of "
                     "jax.shard_map, each device with its own rows or groups"
                 )
-            name, in_jnp, tpus = "tpu", "tpu", devices
+            in_jnp, tpus = name, devices
         # XLA partitions jnp code by itself. It would cut a custom call only by the rule
         # of `lower_partitioned`, which needs a known mesh.
-        is_one = devices == "one"
-        if devices == "unknown" or (not is_one and self.on_one_device_only()):
+        if devices == "unknown" or (devices != "one" and self.on_one_device_only()):
             name = in_jnp
         run = getattr(type(self), name)
         is_custom = run != getattr(type(self), in_jnp)
@@ -230,77 +236,90 @@ class Op:
         """Return the types of the results of these arrays."""
         return _abstract(*map(jax.typeof, operands), op=self)
 
-    def call_on_groups(self, *operands, aliases=None):
-        """Make the custom call of an op whose arrays are all `[*batch, *n]`.
-
-        It takes and returns groups `[g, n]`; `[g]` where each has one number, and `[H]`
-        of a history without a batch.
+    def canonical(self, shape, parts):
+        """Return the shape in which a custom call takes an array: a dimension for each
+        part of its names. The first part has the vmapped dimensions too.
         """
+        first, *rest = map(len, parts)
+        return merged(shape, self.vmap_dims + first, *rest)[:-1]
+
+    def in_groups(self, operands, types):
+        """Return the operands in canonical form, and `(shape, dtype)` of the results,
+        which have these types, in that form.
+        """
+        before, after = self.parts(operands)
+        pairs = zip(operands, before, strict=True)
+        arrays = [x.reshape(self.canonical(x.shape, parts)) for x, parts in pairs]
+        pairs = zip(types, after, strict=True)
+        return arrays, [(self.canonical(x.shape, parts), x.dtype) for x, parts in pairs]
+
+    def call_on_groups(self, *operands, aliases=None):
+        """Make the custom call of an op on operands in canonical form."""
         types = self.results(*operands)
-        before, after = self.all_names(operands)
-        results = [(shape, x.dtype) for shape, x in _in_groups(types, after)]
-        flat = [x.reshape(shape) for shape, x in _in_groups(operands, before)]
+        arrays, results = self.in_groups(operands, types)
         attributes = self.attributes()
-        outputs = _ffi.call(self.name, results, *flat, aliases=aliases, **attributes)
+        outputs = _ffi.call(self.name, results, *arrays, aliases=aliases, **attributes)
         return [out.reshape(x.shape) for out, x in zip(outputs, types, strict=True)]
 
     def choose(self, platform, ctx):
-        """Return the op whose implementation runs, and the name of the method."""
+        """Return the name of the method that runs."""
+        is_for_tpu = platform == "tpu" and self.implementation in (None, "xla")
+        if is_for_tpu or self.implementation == "tpu":
+            return "tpu"
         if self.implementation == "xla" and self.by_xla is not None:
-            return self, "by_xla"
+            return "by_xla"
         # In an op without `by_xla` the implementation "xla" is the reference.
         if self.implementation not in (None, "ffi"):
-            return self, "reference"
+            return "reference"
         gpus = _support.gpus(ctx) if platform == "cuda" else []
-        lacks = self.lacks(platform, gpus, ctx.avals_in)
-        if lacks is None:
-            op = self
-            if platform == "cuda":
-                op = self.for_gpus(ctx, _support.capabilities(gpus))
-            return op, platform
+        reason, instead = self.lacks(platform, gpus, ctx.avals_in), "reference"
+        if reason is None and platform == "cuda" and self.by_xla is not None:
+            # XLA may have a cuBLASLt of its own.
+            reason, instead = _support.lacks_cublaslt(), "by_xla"
+        if reason is None:
+            return platform
         if self.implementation == "ffi":
             raise RuntimeError(
-                f'jaxfp8.ops.{self.name}: implementation("ffi"): {lacks.reason}'
+                f'jaxfp8.ops.{self.name}: implementation("ffi"): {reason}'
             )
-        if lacks.instead:
-            _support.warn(lacks.reason, lacks.instead)
-        # Without FP8 hardware only the reference is left. Where just cuBLASLt is
-        # missing, XLA may still call its own.
-        return self, "reference" if lacks.hardware else "by_xla"
+        if _ffi.is_loaded(platform):
+            _support.warn(reason)
+        return instead
+
+    def lacks(self, platform, gpus, types) -> str | None:
+        """Return why only the reference can run on a platform, whose GPUs these are; or
+        None.
+        """
+        if not _ffi.is_loaded(platform):
+            return "no native library serves this platform"
+        reason = self.why_disabled()
+        if reason is None and platform == "cuda":
+            capabilities = _support.capabilities(gpus)
+            reason = _support.lacks_fp8(gpus) or self.not_on(capabilities, *types)
+        return reason
 
     def why_disabled(self) -> str | None:
         """Return the reason if a custom call of the op is switched off; or None."""
-        reason = _support.why_disabled(self.name)
-        return reason or _support.why_disabled(self.custom_call)
-
-    def lacks(self, platform, gpus, types) -> _support.Missing | None:
-        """Return why the native library of a platform cannot run the op; or None."""
-        if not _ffi.is_loaded(platform):
-            reason = "no native library serves this platform"
-            return _support.Missing(reason, True, instead="")
-        reason = self.why_disabled()
-        if reason:
-            return _support.Missing(reason, True, _support.INSTEAD)
-        if platform == "cpu":
-            return None
-        missing = _support.missing_on(gpus, cublaslt=self.by_xla is not None)
-        if missing is not None:
-            return missing
-        reason = self.not_on(_support.capabilities(gpus), *types)
-        return None if reason is None else _support.Missing(reason, True)
+        return _support.why_disabled(self.name, self.custom_call)
 
 
-def _in_groups(arrays, names):
-    """Yield the shape of each array in `Op.call_on_groups`, and the array."""
-    for x, named in zip(arrays, names, strict=True):
-        leading = sum(name.startswith(("vmapped", "batch")) for name in named)
-        last = named[leading:]
-        shape = math.prod(x.shape[:leading]), math.prod(x.shape[leading:])
-        if last == ONE:
-            shape = shape[:1]
-        elif not leading and last[:1] and last[0].startswith(SLOTS):
-            shape = x.shape
-        yield shape, x
+@functools.lru_cache(maxsize=1024)
+def _names(op, *ranks):
+    """Return the names of an op, which are asked for several times in a program."""
+    return op.names(*ranks)
+
+
+def merged(shape, *counts):
+    """Merge consecutive dimensions of a shape: each count merges that many; the last
+    dimension gets the rest.
+
+    `merged((a, b, c, d, e), 2, 1)` is `(a * b, c, d * e)`.
+    """
+    sizes, rest = [], shape
+    for count in counts:
+        sizes.append(math.prod(rest[:count]))
+        rest = rest[count:]
+    return (*sizes, math.prod(rest))
 
 
 def _abstract(*operands, op):

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..numerics import FP8_DTYPES, decode, encode, is_saturated_or_flushed
+from ..numerics import FP8_DTYPES, _scaling, decode, encode, is_saturated_or_flushed
 from . import _checks, _ffi, _shapes, _support
 from ._primitive import ONE, Op, dims
 
@@ -96,11 +96,11 @@ class Quantization(Op):
         """Return the names of the dimensions that n stands for."""
         return dims("col", self.cols)
 
-    def operand_parts(self, batch, row, col):
-        """Return the names of the dimensions of x and of `more`, in parts, given those
-        of the codes: each part is one dimension in the custom call.
+    def operand_parts(self, row, col):
+        """Return the names of the dimensions of x and of `more` after the batch, in
+        parts, given those of the codes.
         """
-        raise NotImplementedError
+        return [(row, col)]
 
     def produce(self, x, *more):
         """Compute the values to quantize in jnp."""
@@ -137,34 +137,24 @@ class Quantization(Op):
         f32 = [jnp.float32] * (self.with_amax + self.column_sums)
         return [self.dtype] * (1 + self.transpose) + f32
 
-    def parts(self, x):
-        """Return `operand_parts` for an x of this rank, and the parts of each layout of
-        the codes.
-        """
+    def names(self, x, scale, *ranks):
         row, col = dims("row", self.rows), self.columns()
-        # x may have dimensions that the codes lack, such as the pair of a gated
-        # activation.
-        without_batch, *_ = self.operand_parts((), row, col)
-        batch = dims("batch", x - sum(map(len, without_batch)))
-        layouts = [(batch, row, col), (batch, col, row)]
-        return self.operand_parts(batch, row, col), layouts[: 1 + self.transpose]
-
-    def names(self, x, *ranks):
-        operands, layouts = self.parts(x)
-        x_names, *more_names = map(_names, operands)
-        amax_so_far = [ONE] * (len(ranks) - len(operands))
-        results = [*map(_names, layouts), *[ONE] * self.with_amax]
-        if self.column_sums:
-            # They lack the rows, so a mesh that cuts rows adds up the sums of its
-            # devices.
-            batch, _, col = layouts[0]
-            results.append(batch + col)
-        return [x_names, ONE, *more_names, *amax_so_far], results
+        arrays = []
+        # An operand without a batch is one for all groups.
+        for rank, parts in zip((x, *ranks), self.operand_parts(row, col), strict=False):
+            arrays.append((dims("batch", rank - sum(map(len, parts))), *parts))
+        x_names, *more = arrays
+        amax_so_far = [ONE] * (len(ranks) - len(more))
+        batch = x_names[0]
+        results = [(batch, row, col), (batch, col, row)][: 1 + self.transpose]
+        results += [ONE] * self.with_amax
+        # The sums lack the rows, so a mesh that cuts rows adds up those of its devices.
+        results += [(batch, col)] * self.column_sums
+        return [x_names, ONE, *more, *amax_so_far], results
 
     def split(self, x, scale, *rest):
         """Return `(x, *more)`, and the scale with `amax_so_far`."""
-        operands, _ = self.parts(x.ndim - self.vmap_dims)
-        count = len(operands) - 1
+        count = len(self.operand_parts((), ())) - 1
         return (x, *rest[:count]), (scale, *rest[count:])
 
     def quantized(self, x, scale, *amax_so_far):
@@ -189,53 +179,40 @@ class Quantization(Op):
         arrays, scalars = self.split(*operands)
         return self.quantized(self.produce(*arrays), *scalars)
 
-    def canonical(self, shape, parts):
-        """Return the shape in which the custom call takes an array, a dimension for
-        each of its parts; the first are groups.
-        """
-        groups, *counts = map(len, parts[:-1])
-        return _shapes.merged(shape, self.vmap_dims + groups, *counts)
-
     def cuda(self, *operands):
         """Make the custom call of this op, in its canonical form; it raises the amax in
         place.
         """
-        types, count = self.results(*operands), self.vmap_dims
-        arrays, (scale, *amax_so_far) = self.split(*operands)
-        array_parts, layouts = self.parts(arrays[0].ndim - count)
-        batch = layouts[0][0]
-        vmapped = types[0].shape[:count]
-        groups = math.prod(types[0].shape[count : count + len(batch)])
         # 1. Merge the dimensions. What all groups of a vmapped index share is repeated
         #    for them.
-        merged = []
-        for x, parts in zip(arrays, array_parts, strict=True):
-            x = x.reshape(self.canonical(x.shape, parts))
-            is_shared = parts[0] != batch
-            merged.append(_shapes.repeat(x, count, groups) if is_shared else x)
-        scalars = [
-            _shapes.group_scales(x, count, groups) for x in (scale, *amax_so_far)
-        ]
+        types, shape = self.results(*operands), operands[0].shape
+        names, _ = self.parts(operands)
+        batch = names[0][0]
+        vmapped = math.prod(shape[: self.vmap_dims])
+        groups = math.prod(shape[self.vmap_dims :][: len(batch)])
+        is_shared = self.vmap_dims > 0 and groups != 1
+        arrays, results = self.in_groups(operands, types)
+        for i, (first, *_) in enumerate(names):
+            if is_shared and first != batch:
+                arrays[i] = jnp.repeat(arrays[i], groups, axis=0)
+        (x, *more), (scale, *amax_so_far) = self.split(*arrays)
         # f32 [0] stands for the amax that is no operand, or no result. The amax is
         # raised in the operand's buffer: another buffer would need a copy first, one
         # more launch on a GPU.
-        amax_type = (scalars[0].size * self.with_amax,), jnp.float32
-        aliases = {2: self.amax_place} if amax_so_far else None
+        amax_type = (scale.size * self.with_amax,), jnp.float32
+        aliases = {2: self.amax_place}
         if not amax_so_far:
-            scalars.append(jnp.zeros((0,), jnp.float32))
+            amax_so_far, aliases = [jnp.zeros((0,), jnp.float32)], None
         # 2. Call.
-        results = [
-            (self.canonical(x.shape, parts), self.dtype)
-            for x, parts in zip(types, layouts, strict=False)
-        ]
+        results = results[: 1 + self.transpose]
         if self.column_sums:
             *leading, m, n = results[0][0]
-            results.append(((*leading, -(-m // _SUMMED_ROWS), n), jnp.float32))
+            results += [((*leading, -(-m // _SUMMED_ROWS), n), jnp.float32)]
         results.insert(self.amax_place, amax_type)
         outputs = _ffi.call(
             self.name,
             results,
-            *(merged[0], *scalars, *merged[1:], *self.extras()),
+            *(x, scale, *amax_so_far, *more, *self.extras()),
             aliases=aliases,
             **self.attributes(),
         )
@@ -244,10 +221,11 @@ class Quantization(Op):
         if self.column_sums:
             outputs[-1] = jnp.sum(outputs[-1], axis=-2)
         if self.with_amax:
-            if groups or not amax_so_far:
-                amax = _shapes.vmapped_amaxes(amax, vmapped, groups)
-            else:
-                (amax,) = amax_so_far  # without groups it was not raised
+            if is_shared:
+                # The groups of a vmapped index have one amax together.
+                amax = _scaling.abs_max(amax.reshape(vmapped, groups), axis=1)
+            if aliases and not groups:
+                amax = operands[-1]  # without groups it was not raised
             outputs.insert(1 + self.transpose, amax)
         return [x.reshape(t.shape) for x, t in zip(outputs, types, strict=True)]
 
@@ -257,13 +235,9 @@ class Quantize(Quantization):
     transpose: bool = False
     cpu = Quantization.cuda
 
-    def parts(self, x):
+    def names(self, x, *ranks):
         parts = (), dims("x", x)
-        return [parts], [parts]
-
-
-def _names(parts):
-    return sum(parts, ())
+        return [parts, *[ONE] * len(ranks)], [parts] + [ONE] * self.with_amax
 
 
 def dequantize(data: ArrayLike, scale_inv: ArrayLike, dtype: DTypeLike) -> jax.Array:
@@ -296,27 +270,18 @@ class _Dequantize(Op):
     dtype: np.dtype  # of the values
 
     def names(self, data, scale_inv):
-        return [dims("x", data), ONE], [dims("x", data)]
+        names = (), dims("x", data)
+        # Without vmapped dimensions one scale serves all groups, so the first dimension
+        # may count as groups.
+        if data > 1 and self.vmap_dims == 0:
+            names = tuple(zip(names[1]))
+        return [names, ONE], [names]
 
     def dtypes(self, data, scale_inv):
         return [self.dtype]
 
     def reference(self, data, scale_inv):
         return (decode(data, _shapes.stretch(scale_inv, data), self.dtype),)
-
-    def cpu(self, data, scale_inv):
-        # Without vmapped dimensions one scale serves all groups, so the first dimension
-        # may count as groups.
-        groups = data
-        if self.vmap_dims or data.ndim < 2:
-            groups = _shapes.merge(data, self.vmap_dims)
-        (out,) = _ffi.call(
-            "dequantize",
-            [(groups.shape, self.dtype)],
-            groups,
-            _shapes.group_scales(scale_inv, self.vmap_dims),
-        )
-        return (out.reshape(data.shape),)
 
 
 def widening_on_cpu():

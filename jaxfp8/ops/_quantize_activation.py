@@ -243,10 +243,10 @@ class _QuantizeActivation(Producer):
         """Return the name of the dimension of gate and up, where there is a gate."""
         return dims("whole_pair", is_gated(self.activation))
 
-    def operand_parts(self, batch, row, col):
+    def operand_parts(self, row, col):
         # The pair is a part of its own, of size 1 without a gate, so that one kernel
         # serves both.
-        return [(batch, row, self.pair(), col)]
+        return [(row, self.pair(), col)]
 
     def produce(self, x):
         return _activate(x, self.activation)
@@ -334,8 +334,8 @@ class _QuantizeActivationGrad(_QuantizeActivation):
     def columns(self):
         return self.pair() + dims("col", 1)
 
-    def operand_parts(self, batch, row, col):
-        return [(batch, row, col[:-1], col[-1:]), (batch, row, col[-1:])]
+    def operand_parts(self, row, col):
+        return [(row, col[:-1], col[-1:]), (row, col[-1:])]
 
     def produce(self, x, grad):
         return activation_grad(x, grad, self.activation)

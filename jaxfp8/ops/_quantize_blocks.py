@@ -133,13 +133,13 @@ class _OpOfBlocks(Op):
         row, col = dims("row", self.rows), dims("col", self.cols)
         scales = _blocks.scale_names(leading, row, col, self.block)
         scales_t = _blocks.scale_names(leading, col, row, self.block)
-        return [leading + row + col, scales, leading + col + row, scales_t]
+        return [(leading, row, col), scales, (leading, col, row), scales_t]
 
     def sizes(self, codes, *scales):
         m, n = _shapes.merged(codes[len(codes) - self.rows - self.cols :], self.rows)
-        _, scales, _, scales_t = self.layouts(len(codes))
+        _, (_, *names), _, (_, *names_t) = self.layouts(len(codes))
         counts = _blocks.count(self.block, m, n) + _blocks.count(self.block, n, m)
-        return dict(zip(scales[-2:] + scales_t[-2:], counts, strict=True))
+        return dict(zip(sum(names + names_t, ()), counts, strict=True))
 
 
 class _QuantizeBlocks(_OpOfBlocks):
@@ -224,8 +224,9 @@ class _QuantizeBlocks(_OpOfBlocks):
     def call(self, x, on_cpu):
         """Make the custom call."""
         # 1. Merge the dimensions to groups of matrices.
-        groups = _shapes.merge(x, x.ndim - self.rows - self.cols, self.rows)
-        (g, m, n), types, block = groups.shape, self.results(x), self.block
+        types, block = self.results(x), self.block
+        (groups,), _ = self.in_groups([x], types)
+        g, m, n = groups.shape
         # 2. CPUs take any block and order scales by block. GPUs take the blocks of
         #    cuBLASLt, order scales as it does, and have scratch for amaxes of lines.
         count, attribute = _blocks.count, np.int64([b or 0 for b in block])
@@ -376,17 +377,11 @@ class _TransposeBlocks(_OpOfBlocks):
         scales_t = scales_t.astype(jnp.uint8)
         return data_t, _blocks.scales_of_codes(scales_t, scale_inv.dtype)
 
+    def attributes(self):
+        return {"block": np.int64(self.block[1])}
+
     def cpu(self, data, scale_inv):
-        """Make one custom call on groups of matrices, with scales as E8M0 codes."""
-        groups = _shapes.merge(data, data.ndim - self.rows - self.cols, self.rows)
-        (g, m, n), size = groups.shape, self.block[1]
-        scales = _blocks.exponent_codes(scale_inv)
-        scales = scales.reshape(g, *scale_inv.shape[-2:])
-        results = [((g, n, m), data.dtype), ((g, n, -(-m // size)), jnp.uint8)]
-        data_t, scales_t = _ffi.call(
-            "transpose_blocks", results, groups, scales, block=np.int64(size)
-        )
-        codes_t, of_codes_t = self.results(data, scale_inv)
-        scales_t = scales_t.reshape(of_codes_t.shape)
-        scales_t = _blocks.scales_of_codes(scales_t, scale_inv.dtype)
-        return data_t.reshape(codes_t.shape), scales_t
+        """Make the custom call with scales as E8M0 codes."""
+        codes = _blocks.exponent_codes(scale_inv)
+        data_t, codes_t = self.call_on_groups(data, codes)
+        return data_t, _blocks.scales_of_codes(codes_t, scale_inv.dtype)

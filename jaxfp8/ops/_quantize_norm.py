@@ -45,9 +45,8 @@ def normalize(
             given with "rms", or epsilon is negative or not finite.
     """
     x, gamma, beta, epsilon = checked("normalize", x, gamma, beta, kind, epsilon)
-    shape = (1,) * (x.ndim - 1) + gamma.shape
-    parameters = [p.reshape(shape) for p in _parameters(gamma, beta)]
-    return _affine(x, _statistics(x, kind, epsilon), parameters).astype(x.dtype)
+    statistics, parameters = _statistics(x, kind, epsilon), _parameters(gamma, beta)
+    return _affine(x, statistics, parameters).astype(x.dtype)
 
 
 def _parameters(gamma, beta):
@@ -74,7 +73,13 @@ def _affine(x, statistics, parameters):
     """Compute `(x - mean) * (rstd * gamma) + beta` in f32, where mean and beta may be
     missing.
     """
-    (rstd, *mean), (gamma, *beta) = statistics, parameters
+    # Parameters have the vmapped dimensions and n. They broadcast over the batch and
+    # the rows in between.
+    gamma, *beta = [
+        p.reshape(*p.shape[:-1], *[1] * (x.ndim - p.ndim), p.shape[-1])
+        for p in parameters
+    ]
+    rstd, *mean = statistics
     x = x.astype(jnp.float32)
     if mean:
         x = x - mean[0]
@@ -160,9 +165,9 @@ class _QuantizeNorm(Producer):
     name = "quantize_norm"
     has_beta: bool = False
 
-    def operand_parts(self, batch, row, col):
-        statistics = batch, row, dims("whole_statistic", 1)
-        return [(batch, row, col), statistics, *[((), col)] * (1 + self.has_beta)]
+    def operand_parts(self, row, col):
+        statistics = row, dims("whole_statistic", 1)
+        return [(row, col), statistics, *[(col,)] * (1 + self.has_beta)]
 
     def extras(self):
         if self.has_beta:
@@ -171,10 +176,4 @@ class _QuantizeNorm(Producer):
 
     def produce(self, x, statistics, *parameters):
         columns = [statistics[..., i : i + 1] for i in range(statistics.shape[-1])]
-        # Parameters have the vmapped dimensions and n. They broadcast over the batch
-        # and the rows in between.
-        parameters = [
-            p.reshape(*p.shape[:-1], *[1] * (x.ndim - p.ndim), p.shape[-1])
-            for p in parameters
-        ]
         return _affine(x, columns, parameters)

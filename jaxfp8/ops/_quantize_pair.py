@@ -41,8 +41,8 @@ class _QuantizePair(Producer):
     def columns(self):
         return dims("whole_pair", 1) + dims("col", 1)
 
-    def operand_parts(self, batch, row, col):
-        return [(batch, row, col[1:])] * 2
+    def operand_parts(self, row, col):
+        return [(row, col[1:])] * 2
 
     def sizes(self, *shapes):
         return {"whole_pair0": 2}

@@ -66,13 +66,10 @@ class QuantizeTranspose(Quantization):
     amax_place = 2
     cpu = Quantization.cuda
 
-    def operand_parts(self, batch, row, col):
-        return [(batch, row, col)]
-
     def canonical(self, shape, parts):
         # A single matrix needs no group dimension.
-        merged = super().canonical(shape, parts)
-        return merged if self.vmap_dims or parts[0] else merged[1:]
+        sizes = super().canonical(shape, parts)
+        return sizes if self.vmap_dims or parts[0] else sizes[1:]
 
 
 class Producer(Quantization):

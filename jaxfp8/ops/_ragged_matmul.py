@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _blocks, _ffi, _shapes
+from . import _blocks, _ffi
 from ._partition import WHOLE
 from ._primitive import Op
 from ._quantize import widening_on_cpu
@@ -155,16 +155,16 @@ class _RaggedMatmul(Op):
     def names(self, *ranks):
         m, n, group = ("m0",), ("n0",), ("g0",)
         if self.by_rows:
-            rows, k, leading, out = m, ("k0",), group, m + n
+            rows, k, leading, out = m, ("k0",), group, (m, n)
         else:
             rows, k, leading = ("p0",), m, ()
-            out = group + rows + n
-        operands = [rows + k, leading + n + k]
+            out = group, rows, n
+        operands = [(rows, k), (leading, n, k)]
         operands.append(_blocks.scale_names((), rows, k, self.a_block))
         operands.append(_blocks.scale_names(leading, n, k, self.b_block))
         # Where a group begins depends on the sizes of all before it.
-        operands.append((f"{WHOLE}_g",))
-        operands += [leading + k + n] * self.has_b_t
+        operands.append(((f"{WHOLE}_g",),))
+        operands += [(leading, k, n)] * self.has_b_t
         return operands, [out]
 
     def sizes(self, *shapes):
@@ -176,7 +176,8 @@ class _RaggedMatmul(Op):
     def second_layouts(self):
         return {1: 5} if self.has_b_t else {}
 
-    turned = turned_codes
+    def turned(self, second):
+        return turned_codes(self, second, 1, 1)
 
     def reference(
         self,
@@ -242,9 +243,7 @@ class _RaggedMatmul(Op):
         if self.has_blocks:
             a_scales, b_scales = map(merged, scales)
         else:
-            a_scales, b_scales = [
-                _shapes.group_scales(x, self.vmap_dims) for x in scales
-            ]
+            a_scales, b_scales = (x.reshape(-1) for x in scales)
         # The kernel takes the first group at row 0: move rows there, with their scales.
         for begin in first:
             if self.by_rows:

@@ -14,16 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..numerics import E4M3, _scaling
+from ..numerics import _scaling
 from . import _ffi
-from ._amax import MAX_QUANTIZERS, amaxes
+from ._amax import MAX_QUANTIZERS, amaxes, history_names
 from ._partition import WHOLE
 from ._primitive import ONE, SLOTS, Op, OpOfCpus, OpOfUnits, dims, halves
 
 READING_NUMBERS = 6  # of each quantizer, in a reading and in what a step records
+# the names of the dimension of a product's reading, and of a pair of amaxes
+_NUMBERS, _PAIR = ((), (f"{WHOLE}_number",)), ((), (f"{WHOLE}_pair",))
 
 
-def read_histories(products, *, fp8_max=None):
+def read_histories(products, *, fp8_max):
     """Read the amax histories and the scales of products, each of k quantizers.
 
     For each quantizer the reading has six numbers: the newest entry of its history, the
@@ -40,8 +42,7 @@ def read_histories(products, *, fp8_max=None):
             f32 `[*batch, 1]`, which is the `scale_inv` of the last step. k is 1 to 64;
             the batch dimensions, k and H may differ; slot 0 of a history is the newest
             entry.
-        fp8_max: for each product k numbers, the largest values of the FP8 formats; 448
-            for all by default.
+        fp8_max: for each product k numbers, the largest values of the FP8 formats.
 
     Returns:
         For each product f32 `[*batch, 6 * k]`.
@@ -49,8 +50,6 @@ def read_histories(products, *, fp8_max=None):
     Raises:
         TypeError: the op is differentiated.
     """
-    if fp8_max is None:
-        fp8_max = [(E4M3.max,) * len(pairs) for pairs in products]
     numerators = list(map(_numerators, fp8_max))
 
     def read(call, histories, scales):
@@ -81,11 +80,9 @@ def write_histories(products, recorded):
     Args:
         products: the same argument as for `read_histories`.
         recorded: for each product f32 `[*batch, 6 * k]`: for each quantizer the amax,
-            the scale_inv, `stays` and three numbers that are not read; or, for a single
-            product, its k pairs of an amax and a scale_inv, f32 `[*batch, 1]`, where
-            `stays` is 0. A scale_inv of 0 marks a quantizer that was not used: its
-            results are zeros. A step records a 0 for `stays`; `update_state` sets it
-            where a history has no new entry.
+            the scale_inv, `stays` and three numbers that are not read. A scale_inv of 0
+            marks a quantizer that was not used: its results are zeros. A step records a
+            0 for `stays`; `update_state` sets it where a history has no new entry.
 
     Returns:
         For each product its k pairs of a history and a scale, in the shapes of the
@@ -94,13 +91,6 @@ def write_histories(products, recorded):
     Raises:
         TypeError: the op is differentiated.
     """
-    if len(products) == 1 and isinstance(recorded[0], (list, tuple)):
-        # Amaxes and scales of quantizers are arrays of their own.
-        histories, _ = zip(*products[0], strict=True)
-        amaxes, scale_invs = zip(*recorded[0], strict=True)
-        op = _WriteHistories((1,) * len(histories), by_quantizer=True)
-        written = op(*histories, *amaxes, *scale_invs)
-        return [list(zip(*halves(written), strict=True))]
 
     def write(call, histories, _):
         counts = tuple(len(products[i]) for i in call)
@@ -112,6 +102,26 @@ def write_histories(products, recorded):
     return _in_calls(products, write)
 
 
+def write_quantizers(pairs, recorded):
+    """Write the next histories and scales of k quantizers, whose amaxes and scales are
+    arrays of their own.
+
+    Args:
+        pairs: k pairs, as of a product of `read_histories`.
+        recorded: k pairs of an amax and a scale_inv, f32 `[*batch, 1]`; no row stays.
+
+    Returns:
+        k pairs of a history and a scale, as of `write_histories`.
+
+    Raises:
+        TypeError: the op is differentiated.
+    """
+    histories, _ = zip(*pairs, strict=True)
+    op = _WriteHistories((1,) * len(histories), by_quantizer=True)
+    written = op(*histories, *itertools.chain(*zip(*recorded, strict=True)))
+    return list(zip(*halves(written), strict=True))
+
+
 def _in_calls(products, run):
     """Return `run(call, histories, scales)` of all products, which are divided among
     custom calls; a call has the positions of its products.
@@ -119,18 +129,16 @@ def _in_calls(products, run):
     The products of one call have the same batch dimensions, so that a mesh can cut all
     of them alike.
     """
-    calls = {}
+    of_shapes, results = {}, {}
     for i, pairs in enumerate(products):
-        of_shape = calls.setdefault(pairs[0][1].shape, [[]])
-        count = sum(len(products[j]) for j in of_shape[-1])
-        if count + len(pairs) > MAX_QUANTIZERS:
-            of_shape.append([])
-        of_shape[-1].append(i)
-    results = {}
-    for call in itertools.chain.from_iterable(calls.values()):
-        pairs = itertools.chain.from_iterable(products[i] for i in call)
-        of_call = run(call, *zip(*pairs, strict=True))
-        results |= zip(call, of_call, strict=True)
+        of_shapes.setdefault(pairs[0][1].shape, []).append(i)
+    most = MAX_QUANTIZERS // max(map(len, products), default=1)
+    for positions in of_shapes.values():
+        for start in range(0, len(positions), most):
+            call = positions[start : start + most]
+            pairs = itertools.chain.from_iterable(products[i] for i in call)
+            of_call = run(call, *zip(*pairs, strict=True))
+            results |= zip(call, of_call, strict=True)
     return [results[i] for i in range(len(products))]
 
 
@@ -139,16 +147,16 @@ def _owners(counts):
     return np.repeat(range(len(counts)), counts).tolist()
 
 
-def _names(ranks, counts):
+def _names(op, ranks, counts):
     """Name the dimensions of the histories, the scales, and the readings of products
     (or the recorded numbers).
     """
     # A batch may be cut, by layers or experts; a window and the numbers of a product
     # stay together.
     batch = dims("batch", ranks[0] - 1)
-    histories = [(*batch, f"{SLOTS}{i}") for i in range(sum(counts))]
-    readings = [(*batch, f"{WHOLE}_number{i}") for i in range(len(counts))]
-    return histories, [(*batch, *ONE)] * len(histories), readings
+    histories = [history_names(op, batch, i) for i in range(sum(counts))]
+    readings = [(batch, (f"{WHOLE}_number{i}",)) for i in range(len(counts))]
+    return histories, [((*batch, "one"),)] * len(histories), readings
 
 
 def _next_history(history, amax, scale_inv, stays=None):
@@ -185,7 +193,7 @@ class _ReadHistories(OpOfUnits):
         return _owners(self.counts) * 2, range(len(self.counts))
 
     def names(self, *ranks):
-        histories, scales, readings = _names(ranks, self.counts)
+        histories, scales, readings = _names(self, ranks, self.counts)
         return [*histories, *scales], readings
 
     def sizes(self, *shapes):
@@ -232,7 +240,7 @@ class _WriteHistories(OpOfUnits):
         return [*quantizers, *recorded], quantizers * 2
 
     def names(self, *ranks):
-        histories, scales, readings = _names(ranks, self.of_units)
+        histories, scales, readings = _names(self, ranks, self.of_units)
         recorded = scales * 2 if self.by_quantizer else readings
         return [*histories, *recorded], [*histories, *scales]
 
@@ -300,7 +308,9 @@ def write_rows(pairs, recorded):
         TypeError: the op is differentiated.
     """
     histories = [history for history, _ in pairs]
-    written = _WriteRows(len(pairs))(*histories, *recorded)
+    count = len(pairs)
+    op = _WriteRows(_WriteHistories((count,), by_quantizer=False), count)
+    written = op(*histories, *recorded)
     return list(zip(*halves(written), strict=True))
 
 
@@ -314,34 +324,32 @@ class _ReadRows(Op):
 
     def names(self, *ranks):
         histories, scales = _names_of_rows(len(ranks) // 2)
-        return [*histories, *scales], [(f"{WHOLE}_number",)] * self.rows
+        return [*histories, *scales], [_NUMBERS] * self.rows
 
     def sizes(self, *shapes):
         return {f"{WHOLE}_number": READING_NUMBERS * len(shapes) // 2}
 
     def reference(self, *operands):
-        return jnp.unstack(*self.whole.reference(*operands), axis=-2)
+        return jnp.unstack(*self.whole(*operands), axis=-2)
 
-    def cpu(self, *operands):
-        return jnp.unstack(*self.whole.cpu(*operands), axis=-2)
+    cpu = reference
 
     def cuda(self, *operands):
         """Give each row as a concatenation of numbers from buffers of their own. XLA
         takes a number from there, where it would make a kernel to take it from an
         array; and it leaves out the call whose numbers no product takes.
         """
-        readings = self.cpu(*operands)
+        readings = self.reference(*operands)
         if self.vmap_dims:
             return readings
         histories, scales = halves(operands)
         total = len(histories) * self.rows
-        (numerators,) = self.whole.of_units
         numbers = _ffi.call(
             "read_rows",
             [((1,), jnp.float32)] * (3 * total),
             *histories,
             *(scale.reshape(-1) for scale in scales),
-            numerators=np.array(numerators, np.float32),
+            numerators=self.whole.attributes()["numerators"],
         )
         rows = []
         for row, reading in enumerate(readings):
@@ -355,32 +363,28 @@ class _ReadRows(Op):
 
 
 class _WriteRows(Op):
-    """Write what `write_histories` does, from the rows of what was recorded."""
+    """Write what `whole` does, from the rows of what was recorded."""
 
     name = "write_rows"
     custom_call = "write_histories"
-    count: int  # of a product's quantizers
+    whole: _WriteHistories
+    count: int  # of the product's quantizers
 
     def names(self, *ranks):
         histories, scales = _names_of_rows(self.count)
-        rows = [(f"{WHOLE}_number",)] * (len(ranks) - self.count)
+        rows = [_NUMBERS] * (len(ranks) - self.count)
         return [*histories, *rows], [*histories, *scales]
 
     def reference(self, *operands):
-        return self.of_stack(_WriteHistories.reference, operands)
-
-    def cpu(self, *operands):
-        return self.of_stack(_WriteHistories.cpu, operands)
-
-    def of_stack(self, write, operands):
         recorded = jnp.stack(operands[self.count :], axis=-2)
-        op = _WriteHistories((self.count,), by_quantizer=False)
-        return write(op, *operands[: self.count], recorded)
+        return self.whole(*operands[: self.count], recorded)
+
+    cpu = reference
 
     def cuda(self, *operands):
         """Take each number from the buffer where a product has left it."""
         if self.vmap_dims:
-            return self.cpu(*operands)
+            return self.reference(*operands)
         count = self.count
         histories, rows = operands[:count], operands[count:]
         numbers = []
@@ -396,8 +400,8 @@ class _WriteRows(Op):
 
 def _names_of_rows(count):
     """Name the dimensions of histories and of scales; no mesh cuts rows."""
-    row = f"{WHOLE}_row"
-    return [(row, f"{SLOTS}{i}") for i in range(count)], [(row, *ONE)] * count
+    row = (f"{WHOLE}_row",)
+    return [(row, (f"{SLOTS}{i}",)) for i in range(count)], [(row, *ONE)] * count
 
 
 # The numbers of a reading as arrays, and what a step records as one ------------------
@@ -455,7 +459,7 @@ class _SplitReading(OpOfCpus):
 
     def names(self, reading):
         numbers = [ONE] * (self.count * (len(_PARTS) - 1))
-        return [(f"{WHOLE}_number",)], [(f"{WHOLE}_pair",)] * self.count + numbers
+        return [_NUMBERS], [_PAIR] * self.count + numbers
 
     def sizes(self, reading):
         return {f"{WHOLE}_pair": 2}
@@ -477,8 +481,8 @@ class _JoinRecorded(OpOfCpus):
     in_loop: bool
 
     def names(self, *ranks):
-        amaxes = [(f"{WHOLE}_pair",)] * (len(ranks) - 2 * self.count)
-        return [ONE] * (2 * self.count) + amaxes, [(f"{WHOLE}_number",)]
+        amaxes = [_PAIR] * (len(ranks) - 2 * self.count)
+        return [ONE] * (2 * self.count) + amaxes, [_NUMBERS]
 
     def sizes(self, *shapes):
         return {f"{WHOLE}_number": READING_NUMBERS * self.count}

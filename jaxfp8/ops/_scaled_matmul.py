@@ -186,16 +186,18 @@ class _ScaledMatmul(Product):
 
     def names(self, a, b, *rest):
         leading, m, n, k = self.dimensions(b)
-        operands = [leading + m + k, leading + n + k, ONE, ONE]
-        operands += [leading + n] * self.has_bias
-        operands += [leading + k + m] * self.has_a_t + [leading + k + n] * self.has_b_t
-        return operands, [leading + m + n]
+        operands = [(leading, m, k), (leading, n, k), ONE, ONE]
+        operands += [(leading, n)] * self.has_bias
+        operands += [(leading, k, m)] * self.has_a_t + [(leading, k, n)] * self.has_b_t
+        return operands, [(leading, m, n)]
 
     def second_layouts(self):
         positions = [0] * self.has_a_t + [1] * self.has_b_t
         return dict(zip(positions, itertools.count(4 + self.has_bias), strict=False))
 
-    turned = turned_codes
+    def turned(self, second):
+        rows = self.contracting
+        return turned_codes(self, second, rows, second.ndim - self.leading - rows)
 
     def reference(self, *operands, widen=to_f32):
         """Widen the codes, which is exact, and multiply whole tensors with f32
@@ -259,7 +261,7 @@ class _ScaledMatmul(Product):
         # 2. The epilogue takes one bias for all groups, in the output's dtype (bfloat16
         #    for float32). Otherwise the GEMM returns f32 and XLA adds the bias.
         bias_dtype = jnp.float16 if self.out_dtype == np.float16 else jnp.bfloat16
-        more = [_spaced(_shapes.group_scales(x, self.vmap_dims)) for x in scales]
+        more = [_spaced(x.reshape(-1)) for x in scales]
         has_bias = self.has_bias and math.prod(groups) == 1 and bias.dtype == bias_dtype
         if has_bias:
             more.append(_shapes.pad(bias.reshape(n), -n % ALIGNMENT))

@@ -5,7 +5,6 @@ Below are the dimensions and the scales of products.
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -14,35 +13,12 @@ from jax import lax
 
 from ..numerics import _scaling
 from . import _checks
-from ._primitive import Op, dims
+from ._primitive import Op, dims, merged
 
 
 def merge(x, *counts):
-    """Merge consecutive dimensions of `x`: each count merges that many; the last
-    dimension gets the rest.
-
-    `merge(x, 2, 1)` of shape (a, b, c, d, e) has shape (a * b, c, d * e).
-    """
+    """Merge consecutive dimensions of `x`, as `merged` does those of a shape."""
     return x.reshape(merged(x.shape, *counts))
-
-
-def merge_groups(x, leading, *counts):
-    """Merge the leading dimensions of `x` to a group dimension, and the others as
-    `merge` does.
-
-    Without leading dimensions there is one group, and no dimension for it: a custom
-    call whose operands may lack it needs no reshapes.
-    """
-    return merge(x, leading, *counts) if leading else merge(x, *counts)
-
-
-def merged(shape, *counts):
-    """Return the shape that `merge` gives."""
-    sizes, rest = [], shape
-    for count in counts:
-        sizes.append(math.prod(rest[:count]))
-        rest = rest[count:]
-    return (*sizes, math.prod(rest))
 
 
 def parts(shape, rows, cols):
@@ -65,34 +41,6 @@ def transpose(x, rows, cols):
     """
     last, first = x.ndim - cols, x.ndim - cols - rows
     return jnp.moveaxis(x, range(last, x.ndim), range(first, first + cols))
-
-
-def group_scales(scale, vmap_dims, batch=1):
-    """Return the scale, or the amax so far, of each group: f32 `[*vmapped, 1]` as
-    `[1]`, one for all groups, or as `[g]`.
-
-    Args:
-        scale: f32 `[*vmapped, 1]`, one for each index of the vmapped dimensions.
-        vmap_dims: the number of vmapped dimensions.
-        batch: the number of groups of each index.
-    """
-    return repeat(scale.reshape(-1), vmap_dims, batch)
-
-
-def repeat(x, vmap_dims, batch):
-    """Repeat `[v, ...]`, of all vmapped indices, for the groups of a batch."""
-    # Handlers take one for all groups, so that of no vmapped index is not repeated.
-    return jnp.repeat(x, batch, axis=0) if vmap_dims and batch != 1 else x
-
-
-def vmapped_amaxes(amaxes, vmapped, batch=1):
-    """Return the amax of each vmapped index: f32 `[g]`, `batch` groups an index, or
-    `[1]` without vmapped dimensions, as `[*vmapped, 1]`.
-    """
-    # The groups of a batch have one amax together.
-    if vmapped and batch != 1:
-        amaxes = _scaling.abs_max(amaxes.reshape(math.prod(vmapped), batch), axis=1)
-    return amaxes.reshape(*vmapped, 1)
 
 
 def abs_max(x, vmap_dims):
@@ -186,8 +134,9 @@ class Product(Op):
         leading = self.leading
         columns = b.shape[leading : b.ndim - self.contracting]
         shape = *a.shape[: a.ndim - self.contracting], *columns
-        a = merge_groups(a, leading, self.rows)
-        return a, merge_groups(b, leading, len(columns)), shape
+        groups = [leading] * (leading > 0)
+        a = merge(a, *groups, self.rows)
+        return a, merge(b, *groups, len(columns)), shape
 
     def finish(self, out, bias):
         """Add the bias, unless it is None, to a scaled product of whole tensors, and

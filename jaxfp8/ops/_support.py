@@ -8,8 +8,6 @@ library.
 import contextlib
 import os
 import re
-from pathlib import Path
-from typing import NamedTuple
 
 import jax
 
@@ -18,9 +16,6 @@ from . import _checks, _ffi
 
 # The first compute capability with FP8 conversions and FP8 tensor cores.
 _MIN_CAPABILITY = (8, 9)
-# What runs in place of one custom call that is switched off, and of all of them.
-INSTEAD = "the jnp reference runs: same results within their bounds, slower"
-_WITHOUT = "running without FP8 custom calls: same results within their bounds, slower"
 _warned = set()
 _listeners = []
 
@@ -31,21 +26,6 @@ _CHOICES = ("ffi", "reference", "xla", "tpu")
 _context = jax.make_user_context(default_value=None)
 
 
-class Missing(NamedTuple):
-    """Why custom calls cannot run.
-
-    Attributes:
-        reason: a clause that says why.
-        hardware: whether only the reference can run; else only cuBLASLt is missing.
-        instead: a clause for the warning, which says what runs; empty for no warning.
-    """
-
-    reason: str
-    hardware: bool
-    instead: str = _WITHOUT
-
-
-@contextlib.contextmanager
 def implementation(name: str):
     """Select the implementation of `jaxfp8.ops` for what is traced inside.
 
@@ -62,18 +42,9 @@ def implementation(name: str):
 
     Raises:
         ValueError: unknown `name`.
-        RuntimeError: `"ffi"` where no compiled module is loaded.
     """
     _checks.one_of("implementation", "name", name, _CHOICES)
-    # Refuse what no platform of this process can do. For one platform of several the
-    # lowering rule refuses.
-    if name == "ffi" and not (_ffi.has_cpu_kernels or _ffi.has_cuda_kernels()):
-        raise RuntimeError(
-            'implementation("ffi"): no compiled module is loaded; for CPUs: '
-            f"{_ffi.libraries()[0].error}"
-        )
-    with using(name):
-        yield
+    return using(name)
 
 
 def using(name):
@@ -124,11 +95,12 @@ def parsed(value):
 _disabled = parsed(os.environ.get(VARIABLE, ""))
 
 
-def why_disabled(op):
-    """Return the reason if the custom call of `op` is switched off, a clause; else
-    None.
+def why_disabled(*ops):
+    """Return the reason if the custom call of one of the ops is switched off, a clause;
+    else None.
     """
-    return f"{VARIABLE} names {op}" if op in _disabled else None
+    off = _disabled.intersection(ops)
+    return f"{VARIABLE} names {min(off)}" if off else None
 
 
 def local_gpus():
@@ -169,15 +141,14 @@ def capabilities(gpus):
     return set(map(capability, gpus)) - {()}
 
 
-def missing_on(gpus, *, cublaslt):
-    """Return what keeps a CUDA custom call from running on these GPUs.
+def lacks_fp8(gpus):
+    """Return why CUDA custom calls cannot run on these GPUs; or None.
 
     Without a GPU a program is compiled ahead of time, for GPUs that are assumed to have
     everything.
 
     Args:
         gpus: anything with a `device_kind` and a `compute_capability`.
-        cublaslt: whether the call needs cuBLASLt.
     """
     built = _ffi.cuda_architectures()
     need = ".".join(map(str, _MIN_CAPABILITY))
@@ -185,24 +156,29 @@ def missing_on(gpus, *, cublaslt):
         version = capability(gpu)
         have = ".".join(map(str, version))
         if () < version < _MIN_CAPABILITY:
-            return Missing(
+            message = (
                 f"{gpu.device_kind} has compute capability {have}, FP8 needs {need} "
-                "or newer",
-                True,
+                "or newer"
             )
+            return message
         runs = any(_runs(architecture, version) for architecture in built)
         if version and built and not runs:
-            return Missing(
+            message = (
                 f"{gpu.device_kind} has compute capability {have}, the CUDA library "
                 f"has code for {', '.join(built)}; add yours to "
-                "JAXFP8_CUDA_ARCHITECTURES and build it (cuda/README.md)",
-                True,
+                "JAXFP8_CUDA_ARCHITECTURES and build it (cuda/README.md)"
             )
-    if cublaslt and local_gpus():
+            return message
+    return None
+
+
+def lacks_cublaslt():
+    """Return why products cannot call cuBLASLt on this machine; or None."""
+    if local_gpus():
         try:
             _ffi.cublaslt_version()
         except RuntimeError as error:
-            return Missing(str(error), False)
+            return str(error)
     return None
 
 
@@ -212,18 +188,18 @@ def _runs(architecture, capability):
     """
     number = architecture.removeprefix("sm_").rstrip("af")
     major, minor = int(number[:-1]), int(number[-1])
-    if capability[:1] != (major,):
-        return False
-    is_specific = architecture.endswith("a")
-    return capability[1] == minor if is_specific else capability[1] >= minor
+    if architecture.endswith("a"):
+        return capability == (major, minor)
+    return (major, minor) <= capability < (major + 1,)
 
 
-def warn(reason, instead=_WITHOUT):
+def warn(reason):
     """Warn once for each reason that programs run without custom calls."""
     if _listeners:
         _listeners[-1].append(reason)
     elif reason not in _warned:
         _warned.add(reason)
+        instead = "running in jnp: same results within their bounds, slower"
         _warnings.warn(f"jaxfp8: {reason}; {instead}", RuntimeWarning)
 
 
@@ -239,10 +215,3 @@ def listening():
     finally:
         _listeners.remove(reasons)
         reasons[:] = dict.fromkeys(reasons)
-
-
-def driver():
-    """Return the version of NVIDIA's driver; empty where there is none."""
-    version = Path("/proc/driver/nvidia/version")
-    match = re.search(r"\d+\.\d[\d.]*", version.read_text() if version.exists() else "")
-    return match.group() if match else ""

@@ -2,29 +2,27 @@
 gathers in one layout.
 """
 
-from . import _ffi, _shapes, _support
+from . import _shapes, _support
 from ._primitive import Op, dims
 
 
-def transpose_codes(data, order):
-    """Return `jnp.transpose(data, order)` by the kernel for codes; XLA's own transpose
-    of bytes is slower on GPUs.
+def transpose_codes(data, rows=1, cols=1):
+    """Move the last `cols` dimensions before the `rows` dimensions in front of them, by
+    the kernel for codes; XLA's own transpose of bytes is slower on GPUs.
 
     Args:
         data: float8_e4m3fn or float8_e5m2, on a mesh of CPUs their bytes.
-        order: moves the last dimensions before those in front of them.
+        rows, cols: the numbers of these dimensions.
     """
-    leading = next((i for i, j in enumerate(order) if i != j), data.ndim)
-    if leading == data.ndim:
+    if rows == 0 or cols == 0:
         return data
-    rows, cols = order[leading] - leading, data.ndim - order[leading]
     return _TransposeCodes(rows, cols)(data)[0]
 
 
-def turned_codes(op, data, order):
+def turned_codes(op, data, rows, cols):
     """Transpose codes by the implementation that an op was traced with."""
     with _support.using(op.implementation):
-        return transpose_codes(data, order)
+        return transpose_codes(data, rows, cols)
 
 
 class _TransposeCodes(Op):
@@ -35,7 +33,7 @@ class _TransposeCodes(Op):
     def names(self, data):
         row, col = dims("row", self.rows), dims("col", self.cols)
         batch = dims("batch", data - self.rows - self.cols)
-        return [batch + row + col], [batch + col + row]
+        return [(batch, row, col)], [(batch, col, row)]
 
     def dtypes(self, data):
         return [data.dtype]
@@ -44,11 +42,4 @@ class _TransposeCodes(Op):
         return [_shapes.transpose(data, self.rows, self.cols)]
 
     cpu = reference
-
-    def cuda(self, data):
-        """Make one custom call on groups of matrices."""
-        groups = _shapes.merge(data, data.ndim - self.rows - self.cols, self.rows)
-        g, m, n = groups.shape
-        result, (of_whole,) = ((g, n, m), data.dtype), self.results(data)
-        (data_t,) = _ffi.call("transpose_codes", [result], groups)
-        return [data_t.reshape(of_whole.shape)]
+    cuda = Op.call_on_groups

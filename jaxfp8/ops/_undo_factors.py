@@ -7,7 +7,8 @@ import numpy as np
 from jax import lax
 
 from ..numerics import _scaling
-from ._primitive import ONE, SLOTS, OpOfCpus, dims
+from ._amax import history_names
+from ._primitive import OpOfCpus, dims
 
 # A cast to bfloat16 and back changes a number by 0.4 % at most; two uses that were
 # summed change it by 100 %.
@@ -47,7 +48,7 @@ class _UndoFactors(OpOfCpus):
 
     def names(self, history, *ranks):
         batch = dims("batch", history - 1)
-        slots, one = (*batch, SLOTS), (*batch, *ONE)
+        slots, one = history_names(self, batch), ((*batch, "one"),)
         return [slots, one, slots, one], [one] * 4
 
     def reference(self, history, old_scale, new_history, new_scale):

@@ -176,7 +176,7 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
         x = _checks.high_precision("DelayedScalingQuantizer.quantize", "x", x)
         q, _ = self.quantize_operand(x, self.scale_from(state))
         pair = state.amax_history, state.scale.reshape(1)
-        [[pair]] = ops.write_histories([[pair]], [[(q.recorded, q.scale_inv)]])
+        [pair] = ops.write_quantizers([pair], [(q.recorded, q.scale_inv)])
         return q, QuantizerState(*pair)
 
     def fixed_scale(self, name: str, scale: Scale | None) -> Scale | None:

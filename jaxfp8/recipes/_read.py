@@ -102,7 +102,7 @@ def _read_scales(leaves, quantizers, implementation) -> list[jax.Array]:
     def write(pairs, recorded):
         recorded = list(zip(recorded[::3], recorded[1::3], strict=True))
         with using(implementation):
-            return ops.write_histories([pairs], [recorded])
+            return ops.write_quantizers(pairs, recorded)
 
     results = _reading.with_next_states(read, write, _pairs(leaves))
     results[2::3] = map(jax.lax.stop_gradient, results[2::3])

@@ -39,8 +39,8 @@ def machine() -> dict[str, Any]:
         if library["platform"] == about["platform"]:
             problem = library["error"]
     if about["platform"] == "cuda" and not problem:
-        missing = _support.missing_on(_support.local_gpus(), cublaslt=True)
-        problem = missing and missing.reason
+        problem = _support.lacks_fp8(_support.local_gpus())
+        problem = problem or _support.lacks_cublaslt()
     kinds = ", ".join(f"{row['count']} x {row['kind']}" for row in devices)
     detail = f"{kinds}; jaxfp8 {versions['jaxfp8']}, jax {versions['jax']}"
     return _row(problem, detail) | {"environment": about}

@@ -22,7 +22,7 @@ REPORTS = [
     for path in sorted(Path(folder, "_ptxas").glob("*.ptxas.txt"))
 ]
 ARCHITECTURES = next(
-    library.built_for for library in _ffi.libraries() if library.platform == "cuda"
+    library.built_for for library in _ffi.LIBRARIES if library.platform == "cuda"
 ).split()
 
 pytestmark = pytest.mark.skipif(MODULE is None, reason="the CUDA module was not built")
@@ -57,7 +57,7 @@ def test_loads_without_a_driver():
 
 
 def test_products_of_cublaslt_have_an_initialize_stage():
-    targets = _ffi._loaded["CUDA"].registrations()
+    targets = _ffi._modules["cuda"].registrations()
     stages = {name for name, handler in targets.items() if isinstance(handler, dict)}
     assert stages == {
         _ffi.target_name(op) for op in ("scaled_matmul", "block_scaled_matmul")

@@ -358,11 +358,11 @@ def test_this_machine(monkeypatch):
     that has everything.
     """
     a100 = gpu("8.0", "NVIDIA A100")
-    monkeypatch.setattr(_ffi, "_has_cuda_kernels", False)
+    monkeypatch.delitem(_ffi._modules, "cuda", raising=False)
     inspect.assert_fp8(fp8, X, K)
     monkeypatch.setattr(_support, "local_gpus", lambda: [a100])
     assert the_reason(fp8, X, K) == "jaxfp8 was installed without its CUDA library"
-    monkeypatch.setattr(_ffi, "_has_cuda_kernels", True)
+    monkeypatch.setitem(_ffi._modules, "cuda", None)
     assert "NVIDIA A100 has compute capability 8.0" in the_reason(fp8, X, K)
     with jaxfp8.ops.implementation("xla"):
         assert "NVIDIA A100 has compute capability 8.0" in the_reason(fp8, X, K)

@@ -20,7 +20,7 @@ from jaxfp8.ops import _ffi, _support
 
 ON_CPU = set(cases.TARGETS)
 OPS = _machine.OPS
-NATIVE = pytest.mark.skipif(not _ffi.has_cpu_kernels, reason="no CPU library")
+NATIVE = pytest.mark.skipif(not _ffi.is_loaded("cpu"), reason="no CPU library")
 
 
 def by_name(rows) -> dict:
@@ -50,10 +50,9 @@ def no_libraries(monkeypatch, tmp_path):
     (tmp_path / "_modules.txt").write_text(
         "cpu: not built: no Python.h\ncuda: not built: no nvcc\n"
     )
-    monkeypatch.setattr(_ffi, "_loaded", {})
-    monkeypatch.setattr(_ffi, "_errors", {})
-    monkeypatch.setattr(_ffi, "has_cpu_kernels", _ffi._load("cpu"))
-    monkeypatch.setattr(_ffi, "_has_cuda_kernels", _ffi._load("CUDA"))
+    monkeypatch.setattr(_ffi, "_modules", {})
+    libraries = _ffi._load("cpu"), _ffi._load("CUDA")
+    monkeypatch.setattr(_ffi, "LIBRARIES", libraries)
     return tmp_path
 
 
@@ -154,7 +153,7 @@ def test_a_gpu_without_cublaslt(machine):
 def test_which_cublaslt(version, shown, machine, few_programs, monkeypatch):
     machine(gpu("9.0"))
     monkeypatch.setattr(_ffi, "cublaslt_version", lambda: version)
-    monkeypatch.setattr(_ffi, "_has_cuda_kernels", True)
+    monkeypatch.setitem(_ffi._modules, "cuda", None)
     assert f"\ncublaslt\n  {shown}\n" in command.text(_machine.about())
 
 
@@ -168,7 +167,7 @@ def test_asking_takes_no_warning_away(machine):
 
 
 def test_no_libraries(no_libraries, few_programs):
-    cpu, cuda = _ffi.libraries()
+    cpu, cuda = _ffi.LIBRARIES
     assert cpu.error == "not built: no Python.h" and cpu.path is None
     assert cuda.error == "not built: no nvcc" and cuda.built_for == ""
     rows = _machine.active_ops("cpu")
@@ -183,11 +182,11 @@ def test_no_libraries(no_libraries, few_programs):
         assert re.search(f"  {library.platform} +- +- +{library.error}\n", printed)
 
 
-def test_a_damaged_library(no_libraries, few_programs, caplog):
+def test_a_damaged_library(no_libraries, few_programs, caplog, monkeypatch):
     path = no_libraries / "_cpu.so"
     path.write_bytes(b"not a library")
-    assert not _ffi._load("cpu")
-    library = _ffi.libraries()[0]
+    library = _ffi._load("cpu")
+    monkeypatch.setattr(_ffi, "LIBRARIES", [library])
     assert library.path == os.fspath(path)
     assert library.error.startswith("does not load: ")
     assert f"{path}  does not load: " in command.text(_machine.about())

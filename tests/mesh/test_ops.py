@@ -109,7 +109,7 @@ def test_histories_are_written_by_xla_on_a_mesh():
 
     def step(history, amax):
         scales = ops.delayed_scales([history], [amax], fp8_max=[448.0])
-        return ops.write_histories([[(history, amax)]], [[(amax, scales[0][1])]])
+        return ops.write_quantizers([(history, amax)], [(amax, scales[0][1])])
 
     operands = np.ones(8, np.float32), np.ones(1, np.float32)
     found = []
@@ -138,7 +138,9 @@ def test_state_of_layers(spec):
 
     @jax.jit
     def step(products, recorded):
-        return ops.read_histories(products), ops.write_histories(products, recorded)
+        fp8_max = [[448.0] * len(pairs) for pairs in products]
+        readings = ops.read_histories(products, fp8_max=fp8_max)
+        return readings, ops.write_histories(products, recorded)
 
     of_layers = lambda x: put(x, spec[: x.ndim - 1])  # noqa: E731
     with ops.implementation("ffi"):
@@ -163,7 +165,8 @@ def test_what_a_mesh_cuts_is_whole_again():
 
     @jax.jit
     def step(pairs, windows, recorded):
-        readings = ops.read_rows(pairs, fp8_max=[448.0]), ops.read_histories([windows])
+        readings = ops.read_histories([windows], fp8_max=[[448.0]])
+        readings = ops.read_rows(pairs, fp8_max=[448.0]), readings
         return readings, ops.write_rows(pairs, list(recorded))
 
     windows = put([(history, scale)], P())

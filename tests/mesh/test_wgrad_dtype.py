@@ -52,7 +52,7 @@ def mesh(kind):
     return cases.mesh(kind, (DEVICES,), ("devices",))
 
 
-@pytest.mark.skipif(not _ffi.has_cpu_kernels, reason="needs the CPU library")
+@pytest.mark.skipif(not _ffi.is_loaded("cpu"), reason="needs the CPU library")
 @pytest.mark.parametrize("spec", [P(), CUT], ids=["data parallel", "FSDP"])
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_jit(kind, spec):

@@ -101,7 +101,9 @@ CALLS = {
         powers(),
     ),
     "read_histories of two": (
-        lambda h, k, s, t: ops.read_histories([[(h, s)], [(k, t)]]),
+        lambda h, k, s, t: ops.read_histories(
+            [[(h, s)], [(k, t)]], fp8_max=[[448.0]] * 2
+        ),
         amaxes(4),
         amaxes(7),
         powers(1),

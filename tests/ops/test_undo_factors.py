@@ -41,7 +41,7 @@ def rows(length, seed=0):
     return arrays
 
 
-@pytest.mark.skipif(not _ffi.has_cpu_kernels, reason="no CPU library")
+@pytest.mark.skipif(not _ffi.is_loaded("cpu"), reason="no CPU library")
 @pytest.mark.parametrize("length", [1, 2, 3, 16, 300])
 def test_bits(length):
     arrays = rows(length)

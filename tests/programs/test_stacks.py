@@ -71,19 +71,19 @@ def assert_no_stack_is_converted(program):
         assert f" {dtype}[{LAYERS}," not in program, dtype
 
 
-@pytest.mark.skipif(not _ffi.has_cpu_kernels, reason="needs the CPU library")
+@pytest.mark.skipif(not _ffi.is_loaded("cpu"), reason="needs the CPU library")
 @each_row("policy", POLICIES)
 @each_row("recipe", RECIPES)
 def test_recipes(recipe, policy):
     assert_no_stack_is_converted(compiled(dense(recipe), policy))
 
 
-@pytest.mark.skipif(not _ffi.has_cpu_kernels, reason="needs the CPU library")
+@pytest.mark.skipif(not _ffi.is_loaded("cpu"), reason="needs the CPU library")
 def test_state_that_the_loop_reads():
     assert_no_stack_is_converted(compiled(dense(RECIPES["delayed"]), max_grad=False))
 
 
-@pytest.mark.skipif(not _ffi.has_cpu_kernels, reason="needs the CPU library")
+@pytest.mark.skipif(not _ffi.is_loaded("cpu"), reason="needs the CPU library")
 @pytest.mark.parametrize("fp8_residuals", [False, True])
 def test_gated_mlp(fp8_residuals):
     recipe = jaxfp8.DelayedScaling(fp8_residuals=fp8_residuals)

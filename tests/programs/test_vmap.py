@@ -2,6 +2,7 @@
 state a member.
 """
 
+import dataclasses
 import math
 import re
 
@@ -11,6 +12,7 @@ import numpy as np
 import oracle
 import pytest
 from draws import normal
+from equality import assert_same_bits
 from parametrize import each_row
 
 import jaxfp8
@@ -43,6 +45,27 @@ def test_gradients_per_example(dtype):
     cases.assert_state(together, cases.one_product(x, kernel, grad, state).state)
     for i, expected in enumerate(steps):
         expected.check(f"example {i}", dgrad=dx[i], wgrad=dkernel[i])
+
+
+def test_members_share_the_state_of_one_quantizer():
+    """The kernel's state sees all members; each of the others sees its own."""
+    x, kernel, grad = cases.operands(B)
+    state = cases.pack([used_state(seed) for seed in range(B)])
+    of_kernel = cases.pack(used_state()).kernel
+    repeated = jax.tree.map(lambda leaf: jnp.stack([leaf] * B), of_kernel)
+
+    def gradient(of_kernel, axes):
+        def loss(state):
+            each = jax.vmap(cases.product, in_axes=(0, None, axes))
+            return jnp.vdot(each(x, kernel, state), grad)
+
+        return jax.grad(loss)(dataclasses.replace(state, kernel=of_kernel))
+
+    expected = gradient(repeated, 0)
+    largest = jax.tree.map(lambda leaf: jnp.max(leaf, axis=0), expected.kernel)
+    expected = dataclasses.replace(expected, kernel=largest)
+    got = gradient(of_kernel, jaxfp8.DotGeneralState(0, None, 0))
+    assert_same_bits(got, expected, "the next state")
 
 
 def test_no_members():

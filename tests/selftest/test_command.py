@@ -12,7 +12,7 @@ from jaxfp8.inspect import _machine, _op_calls
 from jaxfp8.ops import _ffi
 from jaxfp8.selftest import __main__ as command, _checks, _workers
 
-NATIVE = pytest.mark.skipif(not _ffi.has_cpu_kernels, reason="no CPU library")
+NATIVE = pytest.mark.skipif(not _ffi.is_loaded("cpu"), reason="no CPU library")
 
 
 def run(*arguments, **environment):
@@ -49,7 +49,7 @@ def test_every_op(tmp_path):
     run("--json", str(path))
     rows = {row["check"]: row for row in json.loads(path.read_text())["rows"]}
     on_cpu = next(
-        library.ops for library in _ffi.libraries() if library.platform == "cpu"
+        library.ops for library in _ffi.LIBRARIES if library.platform == "cpu"
     )
     assert {op for op in _op_calls.OPS if rows[f"values:{op}"]["custom_calls"]} == set(
         on_cpu
@@ -108,8 +108,8 @@ def test_a_backend_that_does_not_start(rows, monkeypatch, capsys):
 def test_a_library_that_does_not_load(monkeypatch):
     monkeypatch.setattr(_machine, "OPS", {})
     assert _checks.machine()["status"] == "passed"
-    library = _ffi.libraries()[0]._replace(error="does not load")
-    monkeypatch.setattr(_ffi, "libraries", lambda: [library])
+    library = _ffi.LIBRARIES[0]._replace(error="does not load")
+    monkeypatch.setattr(_ffi, "LIBRARIES", [library])
     row = _checks.machine()
     assert (row["status"], row["detail"]) == ("failed", "does not load")
     assert row["environment"]["libraries"][0]["error"] == "does not load"
