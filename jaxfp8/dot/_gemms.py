@@ -18,12 +18,10 @@ from ..ops._support import is_for_tpu, selected
 from ..recipes import DotGeneralState, GEMMType, OperandOptions, QTensor, SharedCodes
 from . import _contexts
 from ._fused_input import (
-    ActivationGradient,
     FusedInput,
     as_read_residual,
     as_residual,
-    quantize_fused,
-    quantize_gradient,
+    quantize_operand,
 )
 from ._high_precision import (
     is_blockwise,
@@ -306,7 +304,7 @@ def _operand(product, i, operand, layout, codes, scales, is_read_again):
     else:
         q = codes
         if isinstance(codes, FusedInput):
-            q = quantize_fused(codes, quantizer, scale, options)
+            q, _ = quantize_operand(quantizer, codes, scale, options)
             # A policy that saves the codes has no reason to compute the input again.
             q = as_read_residual(q)
         q = _in_order(product.names[i], q, layout, options.columnwise)
@@ -449,9 +447,9 @@ def _grad_operand(product, grad, scales, options, differentiated):
     quantizer, second = product.quantizers.of_operand(2)
     if second == SharedCodes():
         options = options._replace(columnwise=needs_dkernel)
-        q, sums = quantize_gradient(quantizer, grad, scales[0], options)
+        q, sums = quantize_operand(quantizer, grad, scales[0], options)
         return *both_layouts(q, product.batch, False, needs_dkernel), None, sums
-    if isinstance(grad, ActivationGradient):
+    if isinstance(grad, FusedInput):
         grad = grad.value
     q = again = sums = None
     if needs_dkernel:
