@@ -7,6 +7,7 @@ wgrad   dkernel = x.T    @ grad
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -66,8 +67,8 @@ class Product:
     x_dtype: np.dtype
     wgrad_dtype: np.dtype
     out_dtype: np.dtype
-    precise: frozenset
-    reduce: recipes.AmaxReduction
+    precise: frozenset = frozenset()
+    reduce: Callable[..., jax.Array] = recipes.no_reduction
     vmap_dims: int = 0
     out_sharding: jax.sharding.PartitionSpec | None = None
     activation: str | ops.ClampedSwiGLU | None = None

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from .._jax import _mesh
-from ..recipes import QTensor, dequantized
+from ..recipes import QTensor, dequantized, value_of
 from . import _contexts
 from ._compute_dtype import not_wider, promoted
 
@@ -26,6 +26,18 @@ def is_blockwise(q: QTensor) -> bool:
     if not q.is_fp8 or q.block is None:
         return q.is_tensorwise
     return q.scale_inv.dtype in _SCALE_DTYPES
+
+
+def multiply_arrays(product, x, kernel, bias, group_sizes, precision, dtype):
+    """Multiply operands, `(array, codes or None)`, in `dtype`, by JAX's own product."""
+    y = product.multiply_arrays(
+        value_of(*x, dtype),
+        value_of(*kernel, dtype),
+        group_sizes,
+        precision,
+        wide(product.out_dtype, bias),
+    )
+    return plus(y, bias, 0, product.out_dtype)
 
 
 def multiply_dequantized(a, b, out_dtype, batch, bias):

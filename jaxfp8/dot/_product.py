@@ -30,7 +30,7 @@ from .._jax._primitives import (
 )
 from ..numerics import FP8_DTYPES
 from ..ops._support import using
-from ..recipes import QTensor, Scale, as_codes, value_of
+from ..recipes import QTensor, Scale, as_codes
 from ._autodiff import warn_of_state
 from ._fused_input import (
     ActivationGradient,
@@ -39,7 +39,7 @@ from ._fused_input import (
     compressed,
 )
 from ._gemms import backward, forward
-from ._high_precision import plus
+from ._high_precision import multiply_arrays
 
 # Name for rematerialization policies (checkpoint_policies.py).
 OUTPUT_NAME = "jaxfp8_gemm_output"
@@ -83,13 +83,10 @@ def multiply_fp8(product, *operands):
 def multiply_float32(product, x, kernel, bias, state, codes, group_sizes):
     """Return the float32 product of the values that the operands stand for."""
     del state
-    x_codes, kernel_codes = lax.stop_gradient(codes)
-    x = value_of(x, x_codes, jnp.float32)
-    kernel = value_of(kernel, kernel_codes, jnp.float32)
-    y = product.multiply_arrays(
-        x, kernel, group_sizes, lax.Precision.HIGHEST, jnp.float32
-    )
-    return plus(y, bias, 0, jnp.float32)
+    product = dataclasses.replace(product, out_dtype=jnp.float32)
+    x, kernel = zip((x, kernel), lax.stop_gradient(codes), strict=True)
+    options = lax.Precision.HIGHEST, jnp.float32
+    return multiply_arrays(product, x, kernel, bias, group_sizes, *options)
 
 
 def _primal(*leaves, product, tree):
