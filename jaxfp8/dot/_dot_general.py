@@ -14,14 +14,14 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .. import recipes
 from .._jax import _mesh
-from ..ops import ClampedSwiGLU, _checks, _quantize_activation
+from ..ops import ClampedSwiGLU, _checks
 from ..recipes import DotGeneralState, GEMMType, QTensor, Recipe
 from . import _contexts
 from ._compute_dtype import dtypes_of, not_wider, promoted
 from ._fused_input import Activated, FusedInput, Normalized, Pair, activated
 from ._gemms import Product
 from ._high_precision import multiply_arrays
-from ._layout import Layout, checked_numbers, layouts, out_shape, size
+from ._layout import Layout, checked_numbers, layouts, size
 from ._product import OUTPUT_NAME, multiply
 
 
@@ -101,10 +101,6 @@ def dot_general(
     shapes = x.array.shape, kernel.array.shape
     numbers = checked_numbers(dimension_numbers, *shapes)
     both = layouts(*shapes, numbers)
-    if activation is not None:
-        result = jax.ShapeDtypeStruct(out_shape(*both), x.array.dtype)
-        name = "activation: the product"
-        _quantize_activation.check("dot_general", result, activation, name=name)
     is_pair = isinstance(kernel.value, Pair) and kernel.array.ndim == 3
     y, *values = multiply_operands(
         "dot_general",

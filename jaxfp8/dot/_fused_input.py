@@ -74,7 +74,7 @@ class FusedInput:
     @property
     def shape(self) -> tuple[int, ...]:
         """Return the shape of the values."""
-        return self.x.shape
+        return jax.eval_shape(type(self).compute, self).shape
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -128,12 +128,6 @@ class Activated(FusedInput):
     x: jax.Array
     activation: str | ops.ClampedSwiGLU = dataclasses.field(metadata={"static": True})
     source: jax.Array | None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Return the shape of the values."""
-        shape = self.x.shape
-        return shape[:-2] + shape[-1:] if ops.is_gated(self.activation) else shape
 
     def compute(self) -> jax.Array:
         """Compute the values; see `FusedInput.compute`."""
@@ -199,12 +193,6 @@ class Pair(FusedInput):
 
     x: jax.Array
     second: jax.Array
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Return the shape of the values."""
-        k, n = self.x.shape
-        return k, 2, n
 
     def compute(self) -> jax.Array:
         """Compute the values; see `FusedInput.compute`."""

@@ -131,18 +131,9 @@ def layouts(x_shape, kernel_shape, dimension_numbers) -> tuple[Layout, Layout]:
     )
 
 
-def out_shape(x: Layout, kernel: Layout) -> tuple[int, ...]:
-    """Return the shape of the result: batch dimensions, then those of x, then those of
-    kernel.
-    """
-    x_sizes = [x.shape[d] for d in x.batch + x.free]
-    kernel_sizes = [kernel.shape[d] for d in kernel.free]
-    return *x_sizes, *kernel_sizes
-
-
 def size(x: Layout, kernel: Layout) -> int:
     """Return the number of multiplications of a product."""
-    return math.prod(out_shape(x, kernel)) * math.prod(x.shape[d] for d in x.contract)
+    return math.prod(x.shape) * math.prod([kernel.shape[d] for d in kernel.free])
 
 
 def both_layouts(

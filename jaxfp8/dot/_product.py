@@ -29,6 +29,7 @@ from .._jax._primitives import (
     undefined_tangents,
 )
 from ..numerics import FP8_DTYPES
+from ..ops import _quantize_activation
 from ..ops._support import using
 from ..recipes import QTensor, Scale, as_codes
 from ._autodiff import warn_of_state
@@ -148,6 +149,8 @@ def _abstract(x, kernel, *leaves, product, tree):
     )
     if product.activation is None:
         return [dot]
+    name = "activation: the product"
+    _quantize_activation.check("dot_general", dot, product.activation, name)
     values = dot
     if ops.is_gated(product.activation):
         (*spec, _, last), (*shape, _, n) = dot.sharding.spec, dot.shape

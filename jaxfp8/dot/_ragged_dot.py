@@ -151,6 +151,13 @@ def _check_shapes(lhs, rhs, groups: int) -> None:
         )
 
 
+# Of `[m, k]` and `[g, n, k]`; for wgrad of `[k, m]` and `[n, m]`.
+_NUMBERS = (
+    lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0]),
+    lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [1], []),
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class RaggedProduct(Product):
     """The static part of one product whose rows are cut into groups; x is lhs, the
@@ -199,8 +206,19 @@ class RaggedProduct(Product):
                     f"block={q.block}"
                 )
         if a.scale_inv is None or b.scale_inv is None:
-            by = _multiply_wgrad if is_wgrad else _multiply_rows
-            return multiply_values(by, a, b, out_dtype, group_sizes).astype(out_dtype)
+            # JAX has no batching rule for most batches of this product: the examples
+            # run one after the other.
+            @jax.custom_batching.sequential_vmap
+            def multiply(a, b, group_sizes):
+                sizes = _in_bounds(group_sizes, a.shape[is_wgrad])
+                numbers = _NUMBERS[is_wgrad]
+                dtype = promoted(a, jnp.float32)
+                return lax.ragged_dot_general(
+                    a, b, sizes, numbers, preferred_element_type=dtype
+                )
+
+            y = multiply_values(multiply, a, b, out_dtype, group_sizes)
+            return y.astype(out_dtype)
         return ops.ragged_matmul(
             a.data,
             b.data,
@@ -214,33 +232,6 @@ class RaggedProduct(Product):
             precise=gemm_type in self.precise,
             out_dtype=out_dtype,
         )
-
-
-# JAX has no batching rule for most batches of these two products: the examples run one
-# after the other.
-@jax.custom_batching.sequential_vmap
-def _multiply_rows(a, b, group_sizes):
-    """Return `[m, n]` of arrays `[m, k]` and `[g, n, k]`; rows beyond the last group
-    are zeros.
-    """
-    return _ragged_dot_general(a, b, group_sizes, [0], (2,), [0])
-
-
-@jax.custom_batching.sequential_vmap
-def _multiply_wgrad(a, b, group_sizes):
-    """Return `[g, k, n]` of arrays `[k, m]` and `[n, m]`."""
-    return _ragged_dot_general(a, b, group_sizes, [1], (1,), [])
-
-
-def _ragged_dot_general(a, b, group_sizes, ragged, b_contract, groups):
-    contract = ((1,), b_contract), ((), ())
-    return lax.ragged_dot_general(
-        a,
-        b,
-        _in_bounds(group_sizes, a.shape[ragged[0]]),
-        lax.RaggedDotDimensionNumbers(contract, ragged, groups),
-        preferred_element_type=promoted(a, jnp.float32),
-    )
 
 
 def in_a_group(x, group_sizes):

@@ -252,11 +252,10 @@ class Quantizer:
         next_state = (
             None if scale is None else jax.tree.map(combined, next_state, state)
         )
-        data_t, shape, first = q.data_t, x.shape, batch + rows
+        data, data_t = q.data.reshape(x.shape), q.data_t
         if data_t is not None:
-            shape_t = *shape[:batch], *shape[first:], *shape[batch:first]
-            data_t = data_t.reshape(shape_t)
-        data = q.data.reshape(shape)
+            leading, m, n = _shapes.parts(x.shape, rows, cols)
+            data_t = data_t.reshape(*leading, *n, *m)
         q = dataclasses.replace(
             q, data=data, data_t=data_t, recorded=next_state, cols=cols
         )
