@@ -1,7 +1,6 @@
 """dot_general in FP8: `jax.lax.dot_general` with a recipe and a state."""
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -108,8 +107,8 @@ def dot_general(
         recipe,
         state,
         (x, kernel),
-        (both[0].is_rows_by_last, both[1].contract_first and is_pair),
-        multiplications=size(*both),
+        (both[0].is_rows_by_last, is_pair and both[1].contract_first),
+        layouts=both,
         preferred_element_type=preferred_element_type,
         bias=_checked_bias(bias, both[1]),
         precision=precision,
@@ -131,7 +130,7 @@ def multiply_operands(
     operands,
     can_fuse,
     *,
-    multiplications=math.inf,
+    layouts=None,
     preferred_element_type=None,
     bias=None,
     group_sizes=None,
@@ -148,7 +147,7 @@ def multiply_operands(
             that function, see `dot_general`.
         operands: x and kernel.
         can_fuse: for each operand, whether a fused input is quantized by the product.
-        multiplications: see `Recipe.min_size`.
+        layouts: those of both operands, where `Recipe.min_size` counts.
         bias, group_sizes: see `forward`.
         fields: what else the product has.
 
@@ -159,7 +158,7 @@ def multiply_operands(
     if recipe is None:
         recipe = recipes.HighPrecision()
     quantizers, state = checked_quantizers(op, recipe, state)
-    why = why_not_fp8(recipe, multiplications)
+    why = why_not_fp8(recipe, layouts)
     if 0 in (*x.array.shape, *kernel.array.shape):
         # Gradients are zero, and the state is not touched.
         why = "an operand has no element"
@@ -221,7 +220,7 @@ class Operand(NamedTuple):
             array = value.values(fp8_residual=True)
         quantizer, second = quantizers.of_operand(i)
         has_one_scale = quantizer.has_one_scale and second == recipes.SharedCodes()
-        return array, value.fixed if has_one_scale and can_fuse else None
+        return array, value.fixed() if has_one_scale and can_fuse else None
 
 
 def operand(name: str, value) -> Operand:
@@ -260,11 +259,11 @@ def _checked_bias(bias, kernel: Layout) -> jax.Array | None:
     return _checks.shape("dot_general", "bias", bias, free)
 
 
-def why_not_fp8(recipe, multiplications=math.inf) -> str | None:
+def why_not_fp8(recipe, layouts) -> str | None:
     """Return the reason why a product is in high precision, a clause; None for FP8."""
     if isinstance(recipe, recipes.HighPrecision):
         return "autocast is off" if recipes.is_off() else "the recipe is None"
-    if multiplications < recipe.min_size**3:
+    if layouts and recipe.min_size and size(*layouts) < recipe.min_size**3:
         return f"smaller than min_size={recipe.min_size} of the recipe"
     return None
 

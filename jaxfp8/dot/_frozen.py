@@ -19,7 +19,7 @@ from ..ops import _checks
 from ..recipes import _state_tree
 from . import _dot_general
 from ._compute_dtype import promoted
-from ._layout import checked_numbers, layouts, size
+from ._layout import checked_numbers, layouts
 
 KERNEL = "kernel"
 KERNEL_SCALE_INV = "kernel_scale_inv"
@@ -60,7 +60,7 @@ def freeze_operands(
     )
     numbers = checked_numbers(dimension_numbers, x_shape, kernel.shape)
     both = layouts(x_shape, kernel.shape, numbers)
-    if 0 in kernel.shape or _dot_general.why_not_fp8(recipe, size(*both)):
+    if 0 in kernel.shape or _dot_general.why_not_fp8(recipe, both):
         return None
     if jax.tree.leaves(state.output):
         raise ValueError(

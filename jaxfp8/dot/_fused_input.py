@@ -86,7 +86,6 @@ class FusedInput:
         """Return the values, in the dtype of x."""
         return self.values()
 
-    @property
     def fixed(self) -> Self:
         """Return the input without gradient, for its codes."""
         return jax.tree.map(_mesh.without_reduced, jax.lax.stop_gradient(self))
@@ -137,7 +136,6 @@ class Activated(FusedInput):
         """Return the values; see `FusedInput.values`."""
         return super().values(fp8_residual) if self.source is None else self.source
 
-    @property
     def fixed(self) -> "Activated":
         """Return the input without gradient, for its codes."""
         return Activated(jax.lax.stop_gradient(self.x), self.activation)

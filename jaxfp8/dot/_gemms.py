@@ -308,9 +308,9 @@ def _operand(product, i, operand, layout, codes, scales, is_read_again):
             q, _ = quantize_operand(quantizer, codes, scale, options)
             # A policy that saves the codes has no reason to compute the input again.
             q = as_read_residual(q)
-        q = _in_order(product.names[i], q, layout, options.columnwise)
+        q = _in_order(product.names[i], q, layout, options)
         if i == 0 and is_kept and q.data_t is None and not q.has_one_code:
-            q = _with_columnwise(q, product, OperandOptions(layout.rows, layout.cols))
+            q = _with_columnwise(q, product, options._replace(contract_first=False))
     # 2. Take the layouts of both products.
     batch, first = len(layout.batch), layout.contract_first
     last, residual = both_layouts(q, batch, first, is_kept)
@@ -475,16 +475,18 @@ def _is_turned_late(q: QTensor) -> bool:
     return is_for_tpu() and q.data is not None and q.has_one_scale
 
 
-def _in_order(name: str, q: QTensor, layout: Layout, columnwise: bool) -> QTensor:
+def _in_order(
+    name: str, q: QTensor, layout: Layout, options: OperandOptions
+) -> QTensor:
     """Return a QTensor that was made outside of the product, in the order of the
     product's dimensions.
     """
-    data, cols = layout.ordered(q.data), layout.cols
+    data, cols = layout.ordered(q.data), options.cols
     is_moved = data is not q.data
     if q.has_one_scale:
-        data_t = q.data_t if columnwise and not is_moved else None
+        data_t = q.data_t if options.columnwise and not is_moved else None
         return QTensor(data, q.scale_inv, data_t, recorded=q.recorded, cols=cols)
-    batch = data.ndim - layout.rows - cols
+    batch = len(layout.batch)
     is_of_rows = q.block is not None and q.block[0] == 1
     if batch and is_of_rows and q.scale_inv.ndim == 2:
         # Scales that were made without the product count batch dimensions as rows.
@@ -493,7 +495,7 @@ def _in_order(name: str, q: QTensor, layout: Layout, columnwise: bool) -> QTenso
     is_other = is_moved or cols != q.cols
     if q.scale_inv is not None and q.scale_inv.ndim != batch + 2:
         is_other = True
-    if q.data_t is None and layout.contract_first and not q.has_one_code:
+    if q.data_t is None and options.contract_first and not q.has_one_code:
         is_other = True
     if is_other:
         raise ValueError(

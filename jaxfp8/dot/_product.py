@@ -102,12 +102,6 @@ def _primal(*leaves, product, tree):
         return _results(product, y)
 
 
-def _run(*leaves, product, tree):
-    """Run the product outside of jit."""
-    _, results = tree.unflatten(leaves)
-    return results or _compiled(*leaves, product=product, tree=tree)
-
-
 def _results(product, y) -> list:
     """Return the results of the primitive: y, and with an activation the activated
     values.
@@ -444,8 +438,7 @@ def _gradient(product, y, ct, ct_activated=None):
 product_p = Primitive("fp8_product")
 product_p.multiple_results = True
 product_p.def_abstract_eval(_abstract)
-product_p.def_impl(_run)
-_compiled = compiled(product_p)
+product_p.def_impl(compiled(product_p))
 _compat.needs_devices(product_p)
 mlir.register_lowering(product_p, mlir.lower_fun(_primal, multiple_results=True))
 batching.primitive_batchers[product_p] = _batch
