@@ -19,7 +19,7 @@ from . import _contexts
 from ._compute_dtype import dtypes_of, not_wider, promoted
 from ._fused_input import Activated, FusedInput, Normalized, Pair, activated
 from ._gemms import Product
-from ._high_precision import multiply_arrays
+from ._high_precision import multiply_by_jax
 from ._layout import Layout, checked_numbers, layouts, size
 from ._product import OUTPUT_NAME, multiply
 
@@ -174,14 +174,13 @@ def multiply_operands(
         out_dtype=_result_dtype(op, preferred_element_type, x, kernel),
         out_sharding=out_sharding,
         fp8_residual=recipe.fp8_residuals,
-        layer=_contexts.current_layer(),
         **fields,
     )
     if why is not None:
         dtype = not_wider(product.out_dtype, *dtypes_of(x.value, kernel.value))
         with _contexts.high_precision(why):
             return [
-                multiply_arrays(product, x, kernel, bias, group_sizes, precision, dtype)
+                multiply_by_jax(product, x, kernel, bias, group_sizes, precision, dtype)
             ]
     both = []
     for i, operand in enumerate(operands):

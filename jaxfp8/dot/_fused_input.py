@@ -58,8 +58,7 @@ def as_read_residual(q: QTensor) -> QTensor:
     def named(x):
         if x.dtype not in FP8_DTYPES:
             return as_residual(x)
-        data = as_residual(jax.lax.bitcast_convert_type(x, jnp.uint8))
-        return jax.lax.bitcast_convert_type(data, x.dtype)
+        return as_residual(x.view(jnp.uint8)).view(x.dtype)
 
     return jax.tree.map(named, q)
 

@@ -75,7 +75,9 @@ class Product:
     fp8_residual: bool = False
     records_grad: bool = True
     is_pair: bool = False
-    layer: str | None = dataclasses.field(default=None, compare=False)
+    layer: str | None = dataclasses.field(
+        default_factory=_contexts.current_layer, compare=False
+    )
     implementation: str | None = dataclasses.field(default_factory=selected)
 
     # Names of the operands in messages.

@@ -26,7 +26,7 @@ def is_blockwise(q: QTensor) -> bool:
     return q.scale_inv.dtype in _SCALE_DTYPES
 
 
-def multiply_arrays(product, x, kernel, bias, group_sizes, precision, dtype):
+def multiply_by_jax(product, x, kernel, bias, group_sizes, precision, dtype):
     """Multiply operands, `(array, codes or None)`, in `dtype`, by JAX's own product."""
     y = product.multiply_arrays(
         value_of(*x, dtype),

@@ -40,7 +40,7 @@ from ._fused_input import (
     compressed,
 )
 from ._gemms import backward, forward
-from ._high_precision import multiply_arrays
+from ._high_precision import multiply_by_jax
 
 # Name for rematerialization policies (checkpoint_policies.py).
 OUTPUT_NAME = "jaxfp8_gemm_output"
@@ -87,7 +87,7 @@ def multiply_float32(product, x, kernel, bias, state, codes, group_sizes):
     product = dataclasses.replace(product, out_dtype=jnp.float32)
     x, kernel = zip((x, kernel), lax.stop_gradient(codes), strict=True)
     options = lax.Precision.HIGHEST, jnp.float32
-    return multiply_arrays(product, x, kernel, bias, group_sizes, *options)
+    return multiply_by_jax(product, x, kernel, bias, group_sizes, *options)
 
 
 def _primal(*leaves, product, tree):

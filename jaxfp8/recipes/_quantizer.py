@@ -232,8 +232,7 @@ class Quantizer:
         def of_matrix(matrix):
             matrix = matrix.mT if contract_first else matrix
             result = self.quantize(matrix, state)
-            _check_result(self, result, matrix.shape, state)
-            q, next_state = result
+            q, next_state = _checked_result(self, result, matrix.shape, state)
             if contract_first:
                 q = q.transposed()
             return q.map_scales(as_scales), next_state
@@ -294,8 +293,8 @@ def _expect_alike(where, old, new) -> None:
         raise TypeError(f"{where}: expected a state of shapes {needed}, got {got}")
 
 
-def _check_result(quantizer, result, shape, state) -> None:
-    """Check the result of `quantize` for a matrix of this shape and a state."""
+def _checked_result(quantizer, result, shape, state) -> tuple[QTensor, Any]:
+    """Return the result of `quantize` for a matrix of this shape and a state."""
     where = f"{type(quantizer).__name__}.quantize"
     is_pair = isinstance(result, tuple) and len(result) == 2
     if not is_pair or not isinstance(result[0], QTensor):
@@ -312,3 +311,4 @@ def _check_result(quantizer, result, shape, state) -> None:
     elif q.scale_inv_t is not None:
         raise ValueError(f"{where}: scale_inv_t: expected data_t beside it, got None")
     _expect_alike(where, state, next_state)
+    return result

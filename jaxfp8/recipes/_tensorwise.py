@@ -57,7 +57,7 @@ class TensorwiseQuantizer(FP8Quantizer):
                 cols=options.cols,
             )
         else:
-            op = ops.Quantize(self.fp8_dtype, transpose=False, with_amax=bool(amaxes))
+            op = ops.Quantize(self.fp8_dtype, with_amax=bool(amaxes))
         data, *rest = op(x, chosen.scale, *amaxes)
         data_t = rest.pop(0) if options.columnwise else None
         amax = rest.pop(0) if amaxes else None
