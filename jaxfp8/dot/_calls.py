@@ -39,19 +39,20 @@ class StatefulProduct:
             )
         return super().__new__(cls)
 
-    def _product(
-        self, x, kernel, dimension_numbers, by=dot_general
-    ) -> Callable[..., jax.Array]:
-        """Get `jaxfp8.dot_general`, or `by` in its place, for these operands: with the
-        recipe and the state of this object, or with the codes of `jaxfp8.freeze`.
+    def _multiply(self, *operands: Any, by=dot_general, **options: Any) -> jax.Array:
+        """Compute `jaxfp8.dot_general`, or `by` in its place, of x, kernel and
+        dimension numbers: with the recipe and the state of this object, or with the
+        codes of `jaxfp8.freeze`.
         """
-        observe = _contexts.observed_by.value
-        if observe is not None:
-            observe(self, x, kernel, dimension_numbers)
-        recipe, frozen = self._current_recipe(), self._frozen_arrays()
-        if frozen is not None:
-            return functools.partial(_frozen.multiply, frozen, recipe=recipe, by=by)
-        return functools.partial(by, recipe=recipe, state=self._read_state(recipe))
+        with self._naming(operands[1]):
+            observe = _contexts.observed_by.value
+            if observe is not None:
+                observe(self, *operands)
+            recipe, frozen = self._current_recipe(), self._frozen_arrays()
+            options["recipe"] = recipe
+            if frozen is not None:
+                return _frozen.multiply(frozen, *operands, by=by, **options)
+            return by(*operands, state=self._read_state(recipe), **options)
 
 
 def _with_operands(call):
@@ -93,16 +94,16 @@ class DotGeneralCall:
         activation: str | ClampedSwiGLU | None = None,
     ) -> jax.Array:
         """Compute `jax.lax.dot_general` in FP8; see `jaxfp8.dot_general`."""
-        with self._naming(kernel):
-            operands = x, kernel, dimension_numbers
-            return self._product(*operands)(
-                *operands,
-                bias=bias,
-                precision=precision,
-                preferred_element_type=preferred_element_type,
-                out_sharding=out_sharding,
-                activation=activation,
-            )
+        return self._multiply(
+            x,
+            kernel,
+            dimension_numbers,
+            bias=bias,
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+            out_sharding=out_sharding,
+            activation=activation,
+        )
 
 
 class EinsumCall:
@@ -121,16 +122,15 @@ class EinsumCall:
         """Compute `jnp.einsum(eqn, lhs, rhs)` in FP8, `lhs` the input and `rhs` the
         kernel; see `jaxfp8.einsum`.
         """
-        with self._naming(rhs):
-            return einsum_by(
-                self._product,
-                eqn,
-                lhs,
-                rhs,
-                precision=precision,
-                preferred_element_type=preferred_element_type,
-                out_sharding=out_sharding,
-            )
+        return einsum_by(
+            self._multiply,
+            eqn,
+            lhs,
+            rhs,
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+            out_sharding=out_sharding,
+        )
 
 
 class RaggedDotCall:
@@ -162,11 +162,13 @@ class RaggedDotCall:
         # The experts are a batch of products of all rows: the layout of a kernel is the
         # same.
         rows = jax.ShapeDtypeStruct((rhs.shape[0], *lhs.shape), preferred_element_type)
-        with self._naming(rhs):
-            operands = rows, rhs, _OF_EACH_EXPERT
-            return self._product(*operands, by=by_rows)(
-                *operands, preferred_element_type=preferred_element_type
-            )
+        return self._multiply(
+            rows,
+            rhs,
+            _OF_EACH_EXPERT,
+            by=by_rows,
+            preferred_element_type=preferred_element_type,
+        )
 
 
 _OF_EACH_EXPERT = (((2,), (1,)), ((0,), (0,)))

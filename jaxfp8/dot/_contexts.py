@@ -31,33 +31,20 @@ def current_layer() -> str | None:
 # of Linen and NNX with their operands, or None. Part of jit's cache key.
 observed_by = jax.make_user_context(None)
 
-_HIGH_PRECISION = "high precision: "
-_GEMM = "gemm: "
+# The kinds of scopes, which are called `kind: text`.
+HIGH_PRECISION = "high precision"
+GEMM = "gemm"
 
 
 def high_precision(reason: str):
     """Return a context for products that are in high precision for this reason, a
     clause without a slash.
     """
-    return jax.named_scope(_HIGH_PRECISION + reason)
+    return jax.named_scope(f"{HIGH_PRECISION}: {reason}")
 
 
 def gemm(name: str):
     """Return a context for one of the three products of a layer: `"fprop"`, `"dgrad"`
     or `"wgrad"`.
     """
-    return jax.named_scope(_GEMM + name)
-
-
-def gemm_of(scope: str) -> str | None:
-    """Return the product in the name of a scope; None for other scopes."""
-    return _after(_GEMM, scope)
-
-
-def reason(scope: str) -> str | None:
-    """Return the reason in the name of a scope; None for other scopes."""
-    return _after(_HIGH_PRECISION, scope)
-
-
-def _after(prefix, scope):
-    return scope.removeprefix(prefix) if scope.startswith(prefix) else None
+    return jax.named_scope(f"{GEMM}: {name}")

@@ -1,7 +1,6 @@
 """dot_general in FP8: `jax.lax.dot_general` with a recipe and a state."""
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -14,14 +13,14 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .. import recipes
 from .._jax import _mesh
-from ..ops import ClampedSwiGLU, _checks, _quantize_activation
+from ..ops import ClampedSwiGLU, _checks
 from ..recipes import DotGeneralState, GEMMType, QTensor, Recipe
 from . import _contexts
 from ._compute_dtype import dtypes_of, not_wider, promoted
 from ._fused_input import Activated, FusedInput, Normalized, Pair, activated
 from ._gemms import Product
-from ._high_precision import plus, wide
-from ._layout import Layout, checked_numbers, layouts, out_shape, size
+from ._high_precision import multiply_by_jax
+from ._layout import Layout, checked_numbers, layouts, size
 from ._product import OUTPUT_NAME, multiply
 
 
@@ -95,40 +94,26 @@ def dot_general(
             `precision` is not listed above; `activation` is unknown, or gated and the
             product is not `[..., 2, n]`.
     """
-    # 1. Check the operands: shapes come first, because a missing state is often the
-    #    state of another layer.
+    # Shapes are checked first, because a missing state is often the state of another
+    # layer.
     x, kernel = operand("dot_general: x", x), operand("dot_general: kernel", kernel)
     shapes = x.array.shape, kernel.array.shape
     numbers = checked_numbers(dimension_numbers, *shapes)
     both = layouts(*shapes, numbers)
-    recipe, quantizers, state = checked_recipe("dot_general", recipe, state)
-    out_dtype = result_dtype("dot_general", preferred_element_type, x, kernel)
-    bias = _checked_bias(bias, both[1])
-    if activation is not None:
-        result = jax.ShapeDtypeStruct(out_shape(*both), out_dtype)
-        name = "activation: the product"
-        _quantize_activation.check("dot_general", result, activation, name=name)
-
-    # 2. Multiply. In high precision JAX checks what it gets.
-    precise, why = frozenset(), why_not_fp8(recipe, size(*both))
-    if why is None:
-        out_sharding = spec_of("dot_general", out_sharding)
-        precise = _precise(precision, recipe)
     is_pair = isinstance(kernel.value, Pair) and kernel.array.ndim == 3
     y, *values = multiply_operands(
+        "dot_general",
         Product,
         recipe,
-        quantizers,
         state,
-        why,
         (x, kernel),
-        (both[0].is_rows_by_last, both[1].contract_first and is_pair),
-        bias=bias,
+        (both[0].is_rows_by_last, is_pair and both[1].contract_first),
+        layouts=both,
+        preferred_element_type=preferred_element_type,
+        bias=_checked_bias(bias, both[1]),
         precision=precision,
-        dimension_numbers=numbers,
-        out_dtype=out_dtype,
-        precise=precise,
         out_sharding=out_sharding,
+        dimension_numbers=numbers,
         activation=activation,
         is_pair=is_pair,
     )
@@ -138,65 +123,65 @@ def dot_general(
 
 
 def multiply_operands(
+    op,
     kind,
     recipe,
-    quantizers,
     state,
-    why,
     operands,
     can_fuse,
     *,
+    layouts=None,
+    preferred_element_type=None,
     bias=None,
     group_sizes=None,
     precision=None,
+    out_sharding=None,
     **fields,
 ) -> list[jax.Array]:
     """Multiply two operands: in FP8, or in high precision by JAX.
 
     Args:
+        op: the public function, for messages.
         kind: the class of the product.
-        recipe, quantizers, state: as `checked_recipe` returns them.
-        why: the reason for high precision, see `why_not_fp8`; None for FP8.
+        recipe, state, preferred_element_type, precision, out_sharding: arguments of
+            that function, see `dot_general`.
         operands: x and kernel.
         can_fuse: for each operand, whether a fused input is quantized by the product.
+        layouts: those of both operands, where `Recipe.min_size` counts.
         bias, group_sizes: see `forward`.
-        precision: that of a product in high precision.
         fields: what else the product has.
 
     Returns:
         The results of `multiply`; in high precision y alone.
     """
     x, kernel = operands
-    reduce = recipes.no_reduction
-    if why is None:
-        reduce = recipes.AmaxReduction.for_recipe(recipe)
+    if recipe is None:
+        recipe = recipes.HighPrecision()
+    quantizers, state = checked_quantizers(op, recipe, state)
+    why = why_not_fp8(recipe, layouts)
+    if 0 in (*x.array.shape, *kernel.array.shape):
+        # Gradients are zero, and the state is not touched.
+        why = "an operand has no element"
+    if why is None:  # in high precision JAX checks what it gets
+        out_sharding = spec_of(op, out_sharding)
+        fields["precise"] = _precise(precision, recipe)
+        fields["reduce"] = recipes.AmaxReduction.for_recipe(recipe)
     # The product as hashable data, by which JAX caches its programs.
     product = kind(
         quantizers=quantizers,
         x_dtype=x.array.dtype,
         wgrad_dtype=recipe.wgrad_dtype or kernel.array.dtype,
-        reduce=reduce,
+        out_dtype=_result_dtype(op, preferred_element_type, x, kernel),
+        out_sharding=out_sharding,
         fp8_residual=recipe.fp8_residuals,
-        layer=_contexts.current_layer(),
         **fields,
     )
-    shapes = x.array.shape, kernel.array.shape
-    if 0 in (*shapes[0], *shapes[1]):
-        # There is no element: gradients are zero, the state is not touched.
-        shape = out_shape(*product.layouts(*shapes))
-        y = jnp.zeros(shape, jnp.float32, out_sharding=product.out_sharding)
-        return [plus(y, bias, 0, product.out_dtype)]
     if why is not None:
         dtype = not_wider(product.out_dtype, *dtypes_of(x.value, kernel.value))
         with _contexts.high_precision(why):
-            y = product.multiply_arrays(
-                recipes.value_of(*x, dtype),
-                recipes.value_of(*kernel, dtype),
-                group_sizes,
-                precision,
-                wide(product.out_dtype, bias),
-            )
-        return [plus(y, bias, 0, product.out_dtype)]
+            return [
+                multiply_by_jax(product, x, kernel, bias, group_sizes, precision, dtype)
+            ]
     both = []
     for i, operand in enumerate(operands):
         both.append(operand.for_product(i, recipe, quantizers, can_fuse[i]))
@@ -234,7 +219,7 @@ class Operand(NamedTuple):
             array = value.values(fp8_residual=True)
         quantizer, second = quantizers.of_operand(i)
         has_one_scale = quantizer.has_one_scale and second == recipes.SharedCodes()
-        return array, value.fixed if has_one_scale and can_fuse else None
+        return array, value.fixed() if has_one_scale and can_fuse else None
 
 
 def operand(name: str, value) -> Operand:
@@ -253,7 +238,7 @@ def operand(name: str, value) -> Operand:
     return Operand(array, value if is_fused else array)
 
 
-def result_dtype(op: str, preferred_element_type, *operands: Operand) -> np.dtype:
+def _result_dtype(op: str, preferred_element_type, *operands: Operand) -> np.dtype:
     """Return the dtype of a result: the preferred one, else that of the operands in
     high precision, else bfloat16.
     """
@@ -273,37 +258,27 @@ def _checked_bias(bias, kernel: Layout) -> jax.Array | None:
     return _checks.shape("dot_general", "bias", bias, free)
 
 
-def why_not_fp8(recipe, multiplications=math.inf) -> str | None:
-    """Return the reason why a product is in high precision,
-    a clause; None for FP8.
-    """
+def why_not_fp8(recipe, layouts) -> str | None:
+    """Return the reason why a product is in high precision, a clause; None for FP8."""
     if isinstance(recipe, recipes.HighPrecision):
         return "autocast is off" if recipes.is_off() else "the recipe is None"
-    if multiplications < recipe.min_size**3:
+    if layouts and recipe.min_size and size(*layouts) < recipe.min_size**3:
         return f"smaller than min_size={recipe.min_size} of the recipe"
     return None
-
-
-def checked_recipe(op: str, recipe, state) -> tuple:
-    """Return a recipe, its quantizers and the state, arguments of `op`; high precision
-    for no recipe, whose state is not read.
-    """
-    if recipe is None:
-        recipe = recipes.HighPrecision()
-    if isinstance(recipe, recipes.HighPrecision):
-        return recipe, recipe.quantizers(), None
-    return recipe, *checked_quantizers(op, recipe, state)
 
 
 def checked_quantizers(
     op: str, recipe, state
 ) -> tuple[recipes.ByQuantizer, DotGeneralState]:
-    """Return the quantizers of a recipe, and `state`, an argument of `op`.
+    """Return the quantizers of a recipe, and `state`, an argument of `op`; high
+    precision does not read its state.
 
     Raises:
         TypeError, ValueError: `state` is not a state of this recipe.
     """
     quantizers = recipes.checked(f"{op}: recipe", recipe).quantizers()
+    if isinstance(recipe, recipes.HighPrecision):
+        state = None
     if state is None:
         if recipes.keeps_state(recipe):
             raise ValueError(

@@ -66,7 +66,7 @@ def einsum(
             of `dot_general`.
     """
     return einsum_by(
-        lambda *operands: functools.partial(dot_general, recipe=recipe, state=state),
+        functools.partial(dot_general, recipe=recipe, state=state),
         eqn,
         x,
         kernel,
@@ -82,8 +82,7 @@ def einsum_by(
     """Compute `einsum` by one product.
 
     Args:
-        product: `(x, kernel, dimension_numbers) -> multiply`: gives `dot_general` with
-            the recipe and the state of a product of these operands.
+        product: `dot_general` with a recipe and a state.
         eqn, x, kernel, precision, preferred_element_type, out_sharding: see `einsum`.
     """
     x = _checks.high_precision("einsum", "x", x)
@@ -124,9 +123,10 @@ def einsum_by(
     def positions(labels):
         return list(map(x_labels.index, labels)), list(map(kernel_labels.index, labels))
 
-    operands = x, kernel, (positions(contract), positions(batch))
-    y = product(*operands)(
-        *operands,
+    y = product(
+        x,
+        kernel,
+        (positions(contract), positions(batch)),
         precision=precision,
         preferred_element_type=preferred_element_type,
         out_sharding=out_sharding,

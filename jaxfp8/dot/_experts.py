@@ -20,7 +20,7 @@ def columns(hidden_features: int, activation: str | ClampedSwiGLU) -> int:
     """Return the columns of an expert's first kernel: gate and up side by side where
     the activation is gated.
     """
-    return hidden_features * (2 if is_gated(activation) else 1)
+    return hidden_features * (1 + is_gated(activation))
 
 
 class Route:
@@ -142,24 +142,13 @@ def restored(rows: jax.Array, order: Order) -> jax.Array:
 
 
 # The derivative of a gather would be a scatter: zeros, and writes at random places.
-@jax.custom_vjp
+@jax.custom_gradient
 def _taken(rows, places, back):
     """Return the row at each of the places; `back` are the places of the inverse."""
-    return rows.at[places].get(
+    taken = rows.at[places].get(
         unique_indices=True, mode="promise_in_bounds", wrap_negative_indices=False
     )
-
-
-def _taken_forward(rows, places, back):
-    return _taken(rows, places, back), (places, back)
-
-
-def _taken_backward(order, grad):
-    places, back = order
-    return _taken(grad, back, places), None, None
-
-
-_taken.defvjp(_taken_forward, _taken_backward)
+    return taken, lambda grad: (_taken(grad, back, places), None, None)
 
 
 def _weighted_sum(y, weights):

@@ -19,7 +19,7 @@ from ..ops import _checks
 from ..recipes import _state_tree
 from . import _dot_general
 from ._compute_dtype import promoted
-from ._layout import checked_numbers, layouts, size
+from ._layout import checked_numbers, layouts
 
 KERNEL = "kernel"
 KERNEL_SCALE_INV = "kernel_scale_inv"
@@ -60,7 +60,7 @@ def freeze_operands(
     )
     numbers = checked_numbers(dimension_numbers, x_shape, kernel.shape)
     both = layouts(x_shape, kernel.shape, numbers)
-    if 0 in kernel.shape or _dot_general.why_not_fp8(recipe, size(*both)):
+    if 0 in kernel.shape or _dot_general.why_not_fp8(recipe, both):
         return None
     if jax.tree.leaves(state.output):
         raise ValueError(
@@ -88,8 +88,9 @@ def freeze_operands(
     return frozen
 
 
-def _type(x) -> str:
-    return f"{x.dtype.name}{list(x.shape)}"
+def _types(q) -> dict[str, str]:
+    arrays = {KERNEL: q.data, KERNEL_SCALE_INV: q.scale_inv}
+    return jax.tree.map(lambda x: f"{x.dtype.name}{list(x.shape)}", arrays)
 
 
 def _quantized(kernel, quantizer, layout, scale, reduce) -> recipes.QTensor:
@@ -170,8 +171,7 @@ def _with_blocks(codes, kernel, layout, recipe) -> recipes.QTensor:
         )
 
     q = jax.eval_shape(quantized, jax.ShapeDtypeStruct(kernel.shape, kernel.dtype))
-    needed = jax.tree.map(_type, {KERNEL: q.data, KERNEL_SCALE_INV: q.scale_inv})
-    got = {KERNEL: _type(codes.data), KERNEL_SCALE_INV: _type(codes.scale_inv)}
+    needed, got = _types(q), _types(codes)
     if got != needed:
         raise ValueError(
             f"frozen product: the recipe here is {recipe!r} with {needed}, but the "

@@ -25,7 +25,7 @@ from .. import ops
 from .._jax import _mesh
 from .._jax._primitives import without_numpy
 from ..numerics import E4M3, FP8_DTYPES
-from ..ops import _checks, _quantize_activation, _quantize_norm, activation_grad
+from ..ops import _checks, _quantize_activation, _quantize_norm
 from ..ops._support import using
 from ..recipes import (
     Float8CurrentScalingQuantizer,
@@ -58,8 +58,7 @@ def as_read_residual(q: QTensor) -> QTensor:
     def named(x):
         if x.dtype not in FP8_DTYPES:
             return as_residual(x)
-        data = as_residual(jax.lax.bitcast_convert_type(x, jnp.uint8))
-        return jax.lax.bitcast_convert_type(data, x.dtype)
+        return as_residual(x.view(jnp.uint8)).view(x.dtype)
 
     return jax.tree.map(named, q)
 
@@ -86,21 +85,29 @@ class FusedInput:
         """Return the values, in the dtype of x."""
         return self.values()
 
-    @property
     def fixed(self) -> Self:
         """Return the input without gradient, for its codes."""
         return jax.tree.map(_mesh.without_reduced, jax.lax.stop_gradient(self))
 
-    @property
-    def quantize(self) -> Callable[..., tuple]:
-        """Return the op that quantizes the values; see `_quantize_by`."""
+    def compute(self) -> jax.Array:
+        """Compute the values by differentiable operations of JAX."""
         raise NotImplementedError
 
     def values(self, fp8_residual: bool = False) -> jax.Array:
         """Return the values; `fp8_residual` says whether their backward reads codes of
         x.
         """
+        return _values(fp8_residual, self)
+
+    def quantize_op(self, options: OperandOptions) -> Callable[..., tuple]:
+        """Return the op that quantizes the values: `(scale, dtype, amax=amax so far or
+        None, with_amax=) -> (data, data_t, amax, *column sums)`.
+        """
         raise NotImplementedError
+
+    def amax(self) -> jax.Array:
+        """Compute the amax of the values, f32[]."""
+        return ops.amax(self.value)
 
 
 @jax.tree_util.register_dataclass
@@ -126,25 +133,25 @@ class Activated(FusedInput):
         shape = self.x.shape
         return shape[:-2] + shape[-1:] if ops.is_gated(self.activation) else shape
 
+    def compute(self) -> jax.Array:
+        """Compute the values; see `FusedInput.compute`."""
+        return ops.activate(self.x, self.activation)
+
     def values(self, fp8_residual: bool = False) -> jax.Array:
         """Return the values; see `FusedInput.values`."""
-        if self.source is not None:
-            return self.source
-        return _value(_activate(self.activation), fp8_residual, self.x)
+        return super().values(fp8_residual) if self.source is None else self.source
 
-    @property
     def fixed(self) -> "Activated":
         """Return the input without gradient, for its codes."""
         return Activated(jax.lax.stop_gradient(self.x), self.activation)
 
-    @property
-    def quantize(self) -> Callable[..., tuple]:
-        """Return the op that quantizes the values; see `_quantize_by`."""
+    def quantize_op(self, options: OperandOptions) -> Callable[..., tuple]:
+        """Return the op that quantizes the values; see `FusedInput.quantize_op`."""
         return functools.partial(
             ops.quantize_activation,
             self.x,
             activation=self.activation,
-            rows=len(self.shape) - 1,
+            rows=options.rows,
         )
 
 
@@ -161,19 +168,12 @@ class Normalized(FusedInput):
     kind: str = dataclasses.field(metadata={"static": True})
     epsilon: float = dataclasses.field(metadata={"static": True})
 
-    def values(self, fp8_residual: bool = False) -> jax.Array:
-        """Return the values; see `FusedInput.values`."""
-        return _value(
-            _normalize(self.kind, self.epsilon),
-            fp8_residual,
-            self.x,
-            self.scale,
-            self.bias,
-        )
+    def compute(self) -> jax.Array:
+        """Compute the values; see `FusedInput.compute`."""
+        return ops.normalize(self.x, self.scale, self.bias, self.kind, self.epsilon)
 
-    @property
-    def quantize(self) -> Callable[..., tuple]:
-        """Return the op that quantizes the values; see `_quantize_by`."""
+    def quantize_op(self, options: OperandOptions) -> Callable[..., tuple]:
+        """Return the op that quantizes the values; see `FusedInput.quantize_op`."""
         return functools.partial(
             ops.quantize_norm,
             self.x,
@@ -181,7 +181,7 @@ class Normalized(FusedInput):
             self.bias,
             kind=self.kind,
             epsilon=self.epsilon,
-            rows=len(self.shape) - 1,
+            rows=options.rows,
         )
 
 
@@ -203,36 +203,59 @@ class Pair(FusedInput):
         k, n = self.x.shape
         return k, 2, n
 
-    def values(self, fp8_residual: bool = False) -> jax.Array:
-        """Return the values; see `FusedInput.values`."""
+    def compute(self) -> jax.Array:
+        """Compute the values; see `FusedInput.compute`."""
         return jnp.stack([self.x, self.second], -2)
 
-    @property
-    def quantize(self) -> Callable[..., tuple]:
-        """Return the op that quantizes the values; see `_quantize_by`."""
+    def quantize_op(self, options: OperandOptions) -> Callable[..., tuple]:
+        """Return the op that quantizes the values; see `FusedInput.quantize_op`."""
         return functools.partial(ops.quantize_pair, self.x, self.second)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ActivationGradient:
-    """The gradient of y, not computed yet: the gradient of `activation(y)` times the
-    derivative of the activation.
+class ActivationGradient(FusedInput):
+    """The gradient of the x of an activation, not computed yet: the gradient of
+    `activation(x)` times the derivative of the activation.
 
     Attributes:
-        y: the result of a product, `[..., n]`; gated `[..., 2, n]`.
-        grad: the gradient of `ops.activate(y, activation)`, in the dtype of y.
+        x: the result of a product, `[..., n]`; gated `[..., 2, n]`.
+        grad: the gradient of `ops.activate(x, activation)`, in the dtype of x.
         activation: one that `ops.activate` takes.
     """
 
-    y: jax.Array
+    x: jax.Array
     grad: jax.Array
     activation: str | ops.ClampedSwiGLU = dataclasses.field(metadata={"static": True})
 
+    def compute(self) -> jax.Array:
+        """Compute the gradient of x, f32: as it is rounded to FP8."""
+        return ops.activation_grad(self.x, self.grad, self.activation)
+
     @property
     def value(self) -> jax.Array:
-        """Return the gradient of y, in the dtype of y."""
-        return jax.vjp(_activate(self.activation), self.y)[1](self.grad)[0]
+        """Return the gradient of x, in the dtype of x."""
+        return self.compute().astype(self.x.dtype)
+
+    def quantize_op(self, options: OperandOptions) -> Callable[..., tuple]:
+        """Return the op that quantizes the values; see `FusedInput.quantize_op`."""
+        return functools.partial(
+            ops.quantize_activation_grad,
+            self.x,
+            self.grad,
+            activation=self.activation,
+            # the pass that writes columns has their sums
+            transpose=options.columnwise or options.column_sums,
+            rows=options.rows,
+            column_sums=options.column_sums,
+        )
+
+    def amax(self) -> jax.Array:
+        """Compute the amax of the gradient in f32."""
+        # Reduce in jnp: XLA then computes the values where it reduces them; a custom
+        # call would read them from memory.
+        with using("reference"):
+            return ops.amax(self.compute())
 
 
 def activated(x: ArrayLike, activation: str | ops.ClampedSwiGLU) -> Activated:
@@ -308,92 +331,30 @@ def normalized(
     return Normalized(without_numpy(x), scale, bias, kind, epsilon)
 
 
-def quantize_fused(
-    fused: FusedInput, quantizer: Any, scale: Any, options: OperandOptions
-) -> QTensor:
-    """Quantize a fused input as a matrix.
-
-    Args:
-        fused: the input.
-        quantizer: that of the operand, which has one scale for the whole tensor.
-        scale, options: see `Quantizer.quantize_operand`.
-    """
-
-    def current_amax():
-        return ops.amax(fused.value)
-
-    return _quantize_by(fused.quantize, quantizer, scale, options, current_amax)[0]
-
-
-def quantize_gradient(
-    quantizer: Any,
-    grad: jax.Array | ActivationGradient,
-    scale: Any,
-    options: OperandOptions,
+def quantize_operand(
+    quantizer: Any, x: jax.Array | FusedInput, scale: Any, options: OperandOptions
 ) -> Quantized:
-    """Quantize the gradient of a product's result; see `Quantizer.quantize_operand`.
+    """Quantize an operand of a product, an array or a fused input; see
+    `Quantizer.quantize_operand`.
 
-    With one scale for the whole tensor, the gradient of an activation stays in f32
-    until it is rounded to FP8. Other quantizers take the gradient in the dtype of y.
+    With one scale for the whole tensor, a fused input stays in f32 until it is rounded
+    to FP8. Other quantizers take its values in the dtype of x.
     """
-    if not isinstance(grad, ActivationGradient):
-        return quantizer.quantize_operand(grad, scale, options)
-    if not quantizer.has_one_scale:
-        return quantizer.quantize_operand(grad.value, scale, options)
-
-    def values():
-        return activation_grad(grad.y, grad.grad, grad.activation)
-
-    # The op has no columns for a batch of kernels.
-    if options.cols != 1 + ops.is_gated(grad.activation):
-        return quantizer.quantize_operand(values(), scale, options)
-
-    def current_amax():
-        # Reduce in jnp: XLA then computes the values where it reduces them; a custom
-        # call would read them from memory.
-        with using("reference"):
-            return ops.amax(values())
-
-    def quantize(scale, dtype, amax, with_amax):
-        return ops.quantize_activation_grad(
-            grad.y,
-            grad.grad,
-            scale,
-            dtype,
-            activation=grad.activation,
-            # the pass that writes columns has their sums
-            transpose=options.columnwise or options.column_sums,
-            amax=amax,
-            with_amax=with_amax,
-            rows=options.rows,
-            column_sums=options.column_sums,
-        )
-
-    q, *sums = _quantize_by(quantize, quantizer, scale, options, current_amax)
-    return q, *(sums or [None])
-
-
-def _quantize_by(quantize, quantizer, scale, options, current_amax) -> tuple:
-    """Choose the scale, quantize by an op that computes the tensor, and record its
-    amax.
-
-    Args:
-        quantize: `(scale, dtype, amax=amax so far or None, with_amax=) -> (data,
-            data_t, amax, *column sums)`.
-        quantizer: has one scale for the whole tensor.
-        scale, options: see `Quantizer.quantize_operand`.
-        current_amax: returns the amax of the tensor, see `TensorwiseQuantizer`.
-
-    Returns:
-        `(QTensor, *column sums)`.
-    """
-    chosen = quantizer.choose_scale(current_amax, scale, options.reduce)
+    if isinstance(x, FusedInput) and not quantizer.has_one_scale:
+        x = x.value
+    if isinstance(x, ActivationGradient):
+        # The op has no columns for a batch of kernels.
+        if options.cols != 1 + ops.is_gated(x.activation):
+            x = x.compute()
+    if not isinstance(x, FusedInput):
+        return quantizer.quantize_operand(x, scale, options)
+    chosen = quantizer.choose_scale(x.amax, scale, options.reduce)
     amax = chosen.amax
-    data, data_t, amax, *sums = quantize(
+    data, data_t, amax, *sums = x.quantize_op(options)(
         chosen.scale, quantizer.fp8_dtype, amax=amax, with_amax=amax is not None
     )
     q = QTensor(data, chosen.scale_inv, data_t, recorded=amax, cols=options.cols)
-    return q, *sums
+    return q, *(sums or [None])
 
 
 def compressed(x: jax.Array) -> QTensor:
@@ -410,38 +371,30 @@ def compressed(x: jax.Array) -> QTensor:
     return as_residual(as_bytes(q))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _value(function, fp8_residual, *operands):
-    """Compute `function(*operands)`; the backward computes the function again and keeps
-    nothing but the operands.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _values(fp8_residual, fused):
+    """Compute the values of a fused input; the backward computes them again and keeps
+    nothing but the input.
 
-    With `fp8_residual` the backward keeps codes of the first operand in place of that
-    operand.
+    With `fp8_residual` the backward keeps codes of x in place of x.
     """
     del fp8_residual
-    return function(*operands)
+    return fused.compute()
 
 
-def _value_forward(function, fp8_residual, x, *operands):
-    return function(x, *operands), (compressed(x) if fp8_residual else x, *operands)
-
-
-def _value_backward(function, fp8_residual, operands, ct):
-    x, *operands = operands
+def _values_forward(fp8_residual, fused):
+    values = fused.compute()
     if fp8_residual:
-        x = as_codes(x).dequantize(ct.dtype)
-    _, pullback = jax.vjp(function, x, *operands)
+        fused = dataclasses.replace(fused, x=compressed(fused.x))
+    return values, fused
+
+
+def _values_backward(fp8_residual, fused, ct):
+    if fp8_residual:
+        x = as_codes(fused.x).dequantize(ct.dtype)
+        fused = dataclasses.replace(fused, x=x)
+    _, pullback = jax.vjp(type(fused).compute, fused)
     return pullback(ct)
 
 
-_value.defvjp(_value_forward, _value_backward)
-
-
-@functools.cache
-def _activate(activation) -> Any:
-    return functools.partial(ops.activate, activation=activation)
-
-
-@functools.cache
-def _normalize(kind, epsilon) -> Any:
-    return functools.partial(ops.normalize, kind=kind, epsilon=epsilon)
+_values.defvjp(_values_forward, _values_backward)

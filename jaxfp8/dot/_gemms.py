@@ -7,6 +7,7 @@ wgrad   dkernel = x.T    @ grad
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +19,10 @@ from ..ops._support import is_for_tpu, selected
 from ..recipes import DotGeneralState, GEMMType, OperandOptions, QTensor, SharedCodes
 from . import _contexts
 from ._fused_input import (
-    ActivationGradient,
     FusedInput,
     as_read_residual,
     as_residual,
-    quantize_fused,
-    quantize_gradient,
+    quantize_operand,
 )
 from ._high_precision import (
     is_blockwise,
@@ -68,15 +67,17 @@ class Product:
     x_dtype: np.dtype
     wgrad_dtype: np.dtype
     out_dtype: np.dtype
-    precise: frozenset
-    reduce: recipes.AmaxReduction
+    precise: frozenset = frozenset()
+    reduce: Callable[..., jax.Array] = recipes.no_reduction
     vmap_dims: int = 0
     out_sharding: jax.sharding.PartitionSpec | None = None
     activation: str | ops.ClampedSwiGLU | None = None
     fp8_residual: bool = False
     records_grad: bool = True
     is_pair: bool = False
-    layer: str | None = dataclasses.field(default=None, compare=False)
+    layer: str | None = dataclasses.field(
+        default_factory=_contexts.current_layer, compare=False
+    )
     implementation: str | None = dataclasses.field(default_factory=selected)
 
     # Names of the operands in messages.
@@ -306,12 +307,12 @@ def _operand(product, i, operand, layout, codes, scales, is_read_again):
     else:
         q = codes
         if isinstance(codes, FusedInput):
-            q = quantize_fused(codes, quantizer, scale, options)
+            q, _ = quantize_operand(quantizer, codes, scale, options)
             # A policy that saves the codes has no reason to compute the input again.
             q = as_read_residual(q)
-        q = _in_order(product.names[i], q, layout, options.columnwise)
+        q = _in_order(product.names[i], q, layout, options)
         if i == 0 and is_kept and q.data_t is None and not q.has_one_code:
-            q = _with_columnwise(q, product, OperandOptions(layout.rows, layout.cols))
+            q = _with_columnwise(q, product, options._replace(contract_first=False))
     # 2. Take the layouts of both products.
     batch, first = len(layout.batch), layout.contract_first
     last, residual = both_layouts(q, batch, first, is_kept)
@@ -449,9 +450,9 @@ def _grad_operand(product, grad, scales, options, differentiated):
     quantizer, second = product.quantizers.of_operand(2)
     if second == SharedCodes():
         options = options._replace(columnwise=needs_dkernel)
-        q, sums = quantize_gradient(quantizer, grad, scales[0], options)
+        q, sums = quantize_operand(quantizer, grad, scales[0], options)
         return *both_layouts(q, product.batch, False, needs_dkernel), None, sums
-    if isinstance(grad, ActivationGradient):
+    if isinstance(grad, FusedInput):
         grad = grad.value
     q = again = sums = None
     if needs_dkernel:
@@ -476,16 +477,18 @@ def _is_turned_late(q: QTensor) -> bool:
     return is_for_tpu() and q.data is not None and q.has_one_scale
 
 
-def _in_order(name: str, q: QTensor, layout: Layout, columnwise: bool) -> QTensor:
+def _in_order(
+    name: str, q: QTensor, layout: Layout, options: OperandOptions
+) -> QTensor:
     """Return a QTensor that was made outside of the product, in the order of the
     product's dimensions.
     """
-    data, cols = layout.ordered(q.data), layout.cols
+    data, cols = layout.ordered(q.data), options.cols
     is_moved = data is not q.data
     if q.has_one_scale:
-        data_t = q.data_t if columnwise and not is_moved else None
+        data_t = q.data_t if options.columnwise and not is_moved else None
         return QTensor(data, q.scale_inv, data_t, recorded=q.recorded, cols=cols)
-    batch = data.ndim - layout.rows - cols
+    batch = len(layout.batch)
     is_of_rows = q.block is not None and q.block[0] == 1
     if batch and is_of_rows and q.scale_inv.ndim == 2:
         # Scales that were made without the product count batch dimensions as rows.
@@ -494,7 +497,7 @@ def _in_order(name: str, q: QTensor, layout: Layout, columnwise: bool) -> QTenso
     is_other = is_moved or cols != q.cols
     if q.scale_inv is not None and q.scale_inv.ndim != batch + 2:
         is_other = True
-    if q.data_t is None and layout.contract_first and not q.has_one_code:
+    if q.data_t is None and options.contract_first and not q.has_one_code:
         is_other = True
     if is_other:
         raise ValueError(

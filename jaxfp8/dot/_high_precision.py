@@ -2,9 +2,6 @@
 dequantized in high precision.
 """
 
-import dataclasses
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +9,8 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from .._jax import _mesh
-from ..recipes import QTensor, dequantized
+from ..ops import _shapes
+from ..recipes import QTensor, dequantized, value_of
 from . import _contexts
 from ._compute_dtype import not_wider, promoted
 
@@ -26,6 +24,18 @@ def is_blockwise(q: QTensor) -> bool:
     if not q.is_fp8 or q.block is None:
         return q.is_tensorwise
     return q.scale_inv.dtype in _SCALE_DTYPES
+
+
+def multiply_by_jax(product, x, kernel, bias, group_sizes, precision, dtype):
+    """Multiply operands, `(array, codes or None)`, in `dtype`, by JAX's own product."""
+    y = product.multiply_arrays(
+        value_of(*x, dtype),
+        value_of(*kernel, dtype),
+        group_sizes,
+        precision,
+        wide(product.out_dtype, bias),
+    )
+    return plus(y, bias, 0, product.out_dtype)
 
 
 def multiply_dequantized(a, b, out_dtype, batch, bias):
@@ -107,26 +117,18 @@ def multiply_by(qgemm, a, b, gemm_type, out_dtype, batch, bias, swap):
         )
         shape = (a.shape[0], b.shape[0])
         # Check the result here, where the message can name the user's function.
-        if getattr(y, "shape", None) != shape or y.dtype != dtype:
-            result = f"{y.dtype}{y.shape}" if hasattr(y, "dtype") else repr(y)
+        got = getattr(y, "dtype", type(y)), getattr(y, "shape", ())
+        if got != (dtype, shape):
             raise TypeError(
                 f"{qgemm.__qualname__}: {gemm_type}: expected {dtype.name}{shape}, "
-                f"got {result}"
+                f"got {got[0]}{got[1]}"
             )
         return y
 
-    def axes(q):
-        """Return `in_axes` of an operand: 0 for each array that has the batch
-        dimensions.
-        """
-        has_batch = q.scale_inv is not None and q.scale_inv.ndim > 1
-        return dataclasses.replace(q, data=0, scale_inv=0 if has_batch else None)
-
-    # A user's product multiplies matrices: batch dimensions are vmapped over it, and
-    # over the scales that have them.
-    a, b = (_matrices(q, batch) for q in (a, b))
+    # A user's product multiplies matrices: batch dimensions are vmapped over it.
+    a, b = _matrices(a, batch), _matrices(b, batch)
     for _ in range(batch):
-        multiply = jax.vmap(multiply, in_axes=(axes(a), axes(b)))
+        multiply = jax.vmap(multiply)
     why = "the recipe's qgemm multiplies something else than FP8"
     with _contexts.high_precision(why):
         y = multiply(a, b)
@@ -138,11 +140,15 @@ def multiply_by(qgemm, a, b, gemm_type, out_dtype, batch, bias, swap):
 
 
 def _matrices(q, batch: int) -> QTensor:
-    """Merge the rows and the columns of q to one dimension each."""
-    first = q.ndim - q.cols
-    rows, cols = math.prod(q.shape[batch:first]), math.prod(q.shape[first:])
-    shape = *q.shape[:batch], rows, cols
-    return QTensor(q.data.reshape(shape), q.scale_inv, block=q.block)
+    """Merge the rows and the columns of q to one dimension each, and repeat one scale
+    for the batch.
+    """
+    data = _shapes.merge(q.data, *[1] * batch, q.ndim - q.cols - batch)
+    q = QTensor(data, q.scale_inv, block=q.block)
+    if not q.has_one_scale:
+        return q
+    leading = data.shape[:batch]
+    return q.map_scales(lambda scale: jnp.broadcast_to(scale, (*leading, *scale.shape)))
 
 
 def plus(y, bias, batch, out_dtype):

@@ -54,29 +54,26 @@ class Layout:
         return not self.batch and self.contract == (last,) and last > 0
 
     @property
-    def rows(self) -> int:
-        """Return the number of dimensions that are rows."""
-        return len(self.contract if self.contract_first else self.free)
-
-    @property
-    def cols(self) -> int:
-        """Return the number of dimensions that are columns."""
-        return len(self.free if self.contract_first else self.contract)
+    def matrix(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the dimensions that are rows, and those that are columns."""
+        if self.contract_first:
+            return self.contract, self.free
+        return self.free, self.contract
 
     def options(
         self, columnwise: bool, reduce: Callable[..., jax.Array]
     ) -> OperandOptions:
         """Return the options of an operand `ordered`; see `OperandOptions`."""
+        rows, cols = map(len, self.matrix)
         first = self.contract_first
         return OperandOptions(
-            self.rows, self.cols, columnwise, reduce=reduce, contract_first=first
+            rows, cols, columnwise, reduce=reduce, contract_first=first
         )
 
     @property
     def _order(self) -> tuple[int, ...]:
-        if self.contract_first:
-            return self.batch + self.contract + self.free
-        return self.batch + self.free + self.contract
+        rows, cols = self.matrix
+        return self.batch + rows + cols
 
     def ordered(self, x):
         """Transpose `x` to `[*batch, *rows, *cols]`."""
@@ -133,18 +130,9 @@ def layouts(x_shape, kernel_shape, dimension_numbers) -> tuple[Layout, Layout]:
     )
 
 
-def out_shape(x: Layout, kernel: Layout) -> tuple[int, ...]:
-    """Return the shape of the result: batch dimensions, then those of x, then those of
-    kernel.
-    """
-    x_sizes = [x.shape[d] for d in x.batch + x.free]
-    kernel_sizes = [kernel.shape[d] for d in kernel.free]
-    return *x_sizes, *kernel_sizes
-
-
 def size(x: Layout, kernel: Layout) -> int:
     """Return the number of multiplications of a product."""
-    return math.prod(out_shape(x, kernel)) * math.prod([x.shape[d] for d in x.contract])
+    return math.prod(x.shape) * math.prod([kernel.shape[d] for d in kernel.free])
 
 
 def both_layouts(

@@ -29,8 +29,9 @@ from .._jax._primitives import (
     undefined_tangents,
 )
 from ..numerics import FP8_DTYPES
+from ..ops import _quantize_activation
 from ..ops._support import using
-from ..recipes import QTensor, Scale, as_codes, value_of
+from ..recipes import QTensor, Scale, as_codes
 from ._autodiff import warn_of_state
 from ._fused_input import (
     ActivationGradient,
@@ -39,7 +40,7 @@ from ._fused_input import (
     compressed,
 )
 from ._gemms import backward, forward
-from ._high_precision import plus
+from ._high_precision import multiply_by_jax
 
 # Name for rematerialization policies (checkpoint_policies.py).
 OUTPUT_NAME = "jaxfp8_gemm_output"
@@ -83,13 +84,10 @@ def multiply_fp8(product, *operands):
 def multiply_float32(product, x, kernel, bias, state, codes, group_sizes):
     """Return the float32 product of the values that the operands stand for."""
     del state
-    x_codes, kernel_codes = lax.stop_gradient(codes)
-    x = value_of(x, x_codes, jnp.float32)
-    kernel = value_of(kernel, kernel_codes, jnp.float32)
-    y = product.multiply_arrays(
-        x, kernel, group_sizes, lax.Precision.HIGHEST, jnp.float32
-    )
-    return plus(y, bias, 0, jnp.float32)
+    product = dataclasses.replace(product, out_dtype=jnp.float32)
+    x, kernel = zip((x, kernel), lax.stop_gradient(codes), strict=True)
+    options = lax.Precision.HIGHEST, jnp.float32
+    return multiply_by_jax(product, x, kernel, bias, group_sizes, *options)
 
 
 def _primal(*leaves, product, tree):
@@ -102,12 +100,6 @@ def _primal(*leaves, product, tree):
     with using(product.implementation):
         y, _ = forward(product, *operands, None)
         return _results(product, y)
-
-
-def _run(*leaves, product, tree):
-    """Run the product outside of jit."""
-    _, results = tree.unflatten(leaves)
-    return results or _compiled(*leaves, product=product, tree=tree)
 
 
 def _results(product, y) -> list:
@@ -151,6 +143,8 @@ def _abstract(x, kernel, *leaves, product, tree):
     )
     if product.activation is None:
         return [dot]
+    name = "activation: the product"
+    _quantize_activation.check("dot_general", dot, product.activation, name)
     values = dot
     if ops.is_gated(product.activation):
         (*spec, _, last), (*shape, _, n) = dot.sharding.spec, dot.shape
@@ -444,8 +438,7 @@ def _gradient(product, y, ct, ct_activated=None):
 product_p = Primitive("fp8_product")
 product_p.multiple_results = True
 product_p.def_abstract_eval(_abstract)
-product_p.def_impl(_run)
-_compiled = compiled(product_p)
+product_p.def_impl(compiled(product_p))
 _compat.needs_devices(product_p)
 mlir.register_lowering(product_p, mlir.lower_fun(_primal, multiple_results=True))
 batching.primitive_batchers[product_p] = _batch

@@ -15,17 +15,13 @@ from ..ops import _checks
 from ..recipes import (
     DotGeneralState,
     GEMMType,
-    HighPrecisionQuantizer,
     QTensor,
     Recipe,
 )
 from ._compute_dtype import promoted
 from ._dot_general import (
-    checked_recipe,
     multiply_operands,
     operand,
-    result_dtype,
-    why_not_fp8,
 )
 from ._fused_input import Activated, FusedInput, Normalized
 from ._gemms import Product
@@ -93,8 +89,8 @@ def ragged_dot(
             listed above; `state` is not a DotGeneralState or `recipe` not a Recipe; the
             gradient of a QTensor without a source; second derivatives and forward mode.
         ValueError: shapes do not fit; the state is missing, or has another shape or
-            history length; no quantizer of the recipe makes FP8; or the recipe or a
-            QTensor has scales other than one for the tensor or one for each block.
+            history length; or the recipe or a QTensor has codes that are not FP8, or
+            other scales than one for the tensor or one for each block.
     """
     return ragged_product(
         lhs,
@@ -127,33 +123,25 @@ def ragged_product(
     # rows beyond the last group would not be zeros: a norm adds its bias to them
     keeps_zeros = getattr(lhs, "bias", None) is None
     lhs, rhs = operand("ragged_dot: lhs", lhs), operand("ragged_dot: rhs", rhs)
-    _check_operands(lhs, rhs, group_sizes.size)
-    recipe, quantizers, state = checked_recipe(op, recipe, state)
-    why = why_not_fp8(recipe)
-    if why is None:
-        _check_recipe(recipe, quantizers)
-
+    _check_shapes(lhs.array.shape, rhs.array.shape, group_sizes.size)
     # 2. Multiply.
     (y,) = multiply_operands(
+        op,
         RaggedProduct,
         recipe,
-        quantizers,
         state,
-        why,
         (lhs, rhs),
         (keeps_zeros, False),
+        preferred_element_type=preferred_element_type,
         group_sizes=group_sizes,
         dimension_numbers=(((1,), (1,)), ((), ())),
-        out_dtype=result_dtype(op, preferred_element_type, lhs, rhs),
-        precise=frozenset(recipe.precise),
         records_grad=records_grad,
         has_zeros_beyond=has_zeros_beyond,
     )
     return y
 
 
-def _check_operands(lhs_operand, rhs_operand, groups: int) -> None:
-    lhs, rhs = lhs_operand.array.shape, rhs_operand.array.shape
+def _check_shapes(lhs, rhs, groups: int) -> None:
     if len(lhs) != 2:
         raise ValueError(f"ragged_dot: lhs: expected [m, k], got {lhs}")
     if len(rhs) != 3 or rhs[:2] != (groups, lhs[1]):
@@ -161,27 +149,13 @@ def _check_operands(lhs_operand, rhs_operand, groups: int) -> None:
             f"ragged_dot: rhs: expected [{groups}, {lhs[1]}, n] to go with "
             f"lhs{list(lhs)} and {groups} group_sizes, got {rhs}"
         )
-    for name, x in (("lhs", lhs_operand), ("rhs", rhs_operand)):
-        if isinstance(x.value, QTensor) and not is_blockwise(x.value):
-            raise ValueError(
-                f"ragged_dot: {name}: expected a QTensor of FP8 codes with one scale, "
-                f"or one for each block, got codes of {x.value.data.dtype} and "
-                f"block={x.value.block}"
-            )
 
 
-def _check_recipe(recipe, quantizers) -> None:
-    """Raise unless each operand of the three products is in high precision, or in codes
-    that a ragged product takes, and one of them in codes.
-    """
-    of_operands = *quantizers[:3], *quantizers[5:]
-    coded = [q for q in of_operands if not isinstance(q, HighPrecisionQuantizer)]
-    fits = [q.has_one_scale or q.block is not None for q in coded]
-    if not coded or not all(fits):
-        raise ValueError(
-            "ragged_dot: recipe: expected FP8 with one scale, or one for each block, "
-            f"got {recipe!r}"
-        )
+# Of `[m, k]` and `[g, n, k]`; for wgrad of `[k, m]` and `[n, m]`.
+_NUMBERS = (
+    lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0]),
+    lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [1], []),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,9 +196,29 @@ class RaggedProduct(Product):
         """
         del swap, bias  # ragged_dot has no bias, and its layouts need no transpose
         is_wgrad = gemm_type == GEMMType.WGRAD
+        has_qgemm = any(quantizer.qgemm for quantizer in self.quantizers)
+        for q in (a, b):
+            if q.scale_inv is not None and (has_qgemm or not is_blockwise(q)):
+                raise ValueError(
+                    f"ragged_dot: recipe: {gemm_type}: expected high precision, or FP8 "
+                    "codes with one scale or one for each block, without a qgemm; got "
+                    f"codes of {q.data.dtype} with scales {q.scale_inv.shape} and "
+                    f"block={q.block}"
+                )
         if a.scale_inv is None or b.scale_inv is None:
-            by = _multiply_wgrad if is_wgrad else _multiply_rows
-            return multiply_values(by, a, b, out_dtype, group_sizes).astype(out_dtype)
+            # JAX has no batching rule for most batches of this product: the examples
+            # run one after the other.
+            @jax.custom_batching.sequential_vmap
+            def multiply(a, b, group_sizes):
+                sizes = _in_bounds(group_sizes, a.shape[is_wgrad])
+                numbers = _NUMBERS[is_wgrad]
+                dtype = promoted(a, jnp.float32)
+                return lax.ragged_dot_general(
+                    a, b, sizes, numbers, preferred_element_type=dtype
+                )
+
+            y = multiply_values(multiply, a, b, out_dtype, group_sizes)
+            return y.astype(out_dtype)
         return ops.ragged_matmul(
             a.data,
             b.data,
@@ -238,33 +232,6 @@ class RaggedProduct(Product):
             precise=gemm_type in self.precise,
             out_dtype=out_dtype,
         )
-
-
-# JAX has no batching rule for most batches of these two products: the examples run one
-# after the other.
-@jax.custom_batching.sequential_vmap
-def _multiply_rows(a, b, group_sizes):
-    """Return `[m, n]` of arrays `[m, k]` and `[g, n, k]`; rows beyond the last group
-    are zeros.
-    """
-    return _ragged_dot_general(a, b, group_sizes, [0], (2,), [0])
-
-
-@jax.custom_batching.sequential_vmap
-def _multiply_wgrad(a, b, group_sizes):
-    """Return `[g, k, n]` of arrays `[k, m]` and `[n, m]`."""
-    return _ragged_dot_general(a, b, group_sizes, [1], (1,), [])
-
-
-def _ragged_dot_general(a, b, group_sizes, ragged, b_contract, groups):
-    contract = ((1,), b_contract), ((), ())
-    return lax.ragged_dot_general(
-        a,
-        b,
-        _in_bounds(group_sizes, a.shape[ragged[0]]),
-        lax.RaggedDotDimensionNumbers(contract, ragged, groups),
-        preferred_element_type=promoted(a, jnp.float32),
-    )
 
 
 def in_a_group(x, group_sizes):

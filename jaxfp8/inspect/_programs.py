@@ -72,12 +72,13 @@ def _place(stack, eqn) -> Place:
     is_backward = False
     path = []
     for item in stack:
+        kind, _, text = item.name.partition(": ")
         if type(item).__name__ == "Transform":
             is_backward |= item.name == "transpose"
-        elif why := _contexts.reason(item.name):
-            reason = reason or why
-        elif name := _contexts.gemm_of(item.name):
-            gemm = gemm or name
+        elif kind == _contexts.HIGH_PRECISION:
+            reason = reason or text
+        elif kind == _contexts.GEMM:
+            gemm = gemm or text
         elif item.name not in _SCOPES_OF_TRANSFORMS:
             path.append(item.name)
     line = _line(eqn.source_info.traceback)

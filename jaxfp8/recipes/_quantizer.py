@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..numerics import FP8_DTYPES, Format
-from ..ops import _blocks, _checks, _shapes
+from ..ops import _checks, _shapes
 from ._tensor import QTensor
 
 
@@ -232,8 +232,7 @@ class Quantizer:
         def of_matrix(matrix):
             matrix = matrix.mT if contract_first else matrix
             result = self.quantize(matrix, state)
-            _check_result(self, result, matrix.shape, state)
-            q, next_state = result
+            q, next_state = _checked_result(self, result, matrix.shape, state)
             if contract_first:
                 q = q.transposed()
             return q.map_scales(as_scales), next_state
@@ -252,11 +251,10 @@ class Quantizer:
         next_state = (
             None if scale is None else jax.tree.map(combined, next_state, state)
         )
-        data_t, shape, first = q.data_t, x.shape, batch + rows
+        data, data_t = q.data.reshape(x.shape), q.data_t
         if data_t is not None:
-            shape_t = *shape[:batch], *shape[first:], *shape[batch:first]
-            data_t = data_t.reshape(shape_t)
-        data = q.data.reshape(shape)
+            leading, m, n = _shapes.parts(x.shape, rows, cols)
+            data_t = data_t.reshape(*leading, *n, *m)
         q = dataclasses.replace(
             q, data=data, data_t=data_t, recorded=next_state, cols=cols
         )
@@ -295,36 +293,22 @@ def _expect_alike(where, old, new) -> None:
         raise TypeError(f"{where}: expected a state of shapes {needed}, got {got}")
 
 
-def _check_result(quantizer, result, shape, state) -> None:
-    """Check the result of `quantize` for a matrix of this shape and a state."""
+def _checked_result(quantizer, result, shape, state) -> tuple[QTensor, Any]:
+    """Return the result of `quantize` for a matrix of this shape and a state."""
     where = f"{type(quantizer).__name__}.quantize"
     is_pair = isinstance(result, tuple) and len(result) == 2
     if not is_pair or not isinstance(result[0], QTensor):
         raise TypeError(f"{where}: expected (QTensor, state), got {result}")
     q, next_state = result
+    if getattr(q.scale_inv, "ndim", 3) > 2:
+        raise TypeError(
+            f"{where}: scale_inv: expected f32[1], or a scale for each block, got "
+            f"{q.scale_inv}"
+        )
     _checks.shape(where, "data", q.data, shape)
-    _check_scales(f"{where}: scale_inv", q.scale_inv, shape, q.block)
     if q.data_t is not None:
         _checks.shape(where, "data_t", q.data_t, shape[::-1])
-    if q.scale_inv_t is not None:
-        where_t = f"{where}: scale_inv_t"
-        if q.data_t is None:
-            raise ValueError(f"{where_t}: expected data_t beside it, got None")
-        _check_scales(where_t, q.scale_inv_t, shape[::-1], q.block)
+    elif q.scale_inv_t is not None:
+        raise ValueError(f"{where}: scale_inv_t: expected data_t beside it, got None")
     _expect_alike(where, state, next_state)
-
-
-def _check_scales(where, scales, shape, block) -> None:
-    got = getattr(scales, "shape", None)
-    is_right = got in ((), (1,))
-    needed = (
-        f"f32[1], or as many scales as divide {shape} evenly; block=(rows, cols) says "
-        "which share a scale"
-    )
-    if block is not None:
-        needed = _blocks.count(block, *shape)
-        is_right = got == needed
-    elif got is not None and len(got) == 2 and 0 not in got:
-        is_right = shape[0] % got[0] == shape[1] % got[1] == 0
-    if not is_right:
-        raise ValueError(f"{where}: expected {needed} for blocks {block}, got {got}")
+    return result

@@ -18,6 +18,9 @@ from ._recipe import Recipe
 from ._state import Scale
 from ._tensor import QTensor
 
+# The least and the largest number above 0 that is finite in float32.
+_POSITIVE_FLOAT32 = 2.0**-149, float(np.finfo(np.float32).max)
+
 
 class TensorwiseQuantizer(FP8Quantizer):
     """Quantize with one scale for the whole tensor; one pass writes the codes in both
@@ -54,7 +57,7 @@ class TensorwiseQuantizer(FP8Quantizer):
                 cols=options.cols,
             )
         else:
-            op = ops.Quantize(self.fp8_dtype, transpose=False, with_amax=bool(amaxes))
+            op = ops.Quantize(self.fp8_dtype, with_amax=bool(amaxes))
         data, *rest = op(x, chosen.scale, *amaxes)
         data_t = rest.pop(0) if options.columnwise else None
         amax = rest.pop(0) if amaxes else None
@@ -72,14 +75,12 @@ class TensorwiseQuantizer(FP8Quantizer):
             scale: see `quantize_operand`.
             reduce: see `OperandOptions`.
         """
-        if scale is None:
-            amax = reduce(current_amax(), None).reshape(1)
-            old_scale_inv = jnp.ones((1,), jnp.float32)
-        else:
-            amax = reduce(current_amax(), scale.scale).reshape(1)
-            old_scale_inv = scale.scale_inv
+        old = Scale(None, jnp.ones((1,), jnp.float32), None) if scale is None else scale
         pair = ops.amax_to_scale(
-            amax, old_scale_inv, fp8_max=fp8_max(self.fp8_dtype), margin=self.margin
+            reduce(current_amax(), old.scale).reshape(1),
+            old.scale_inv,
+            fp8_max=fp8_max(self.fp8_dtype),
+            margin=self.margin,
         )
         if self.power_2_scale:
             pair = _scaling.floor_to_power_of_two(pair[0])
@@ -173,9 +174,7 @@ class StaticScaling(Recipe):
         for name in ("input", "kernel", "output_grad"):
             bound = getattr(self, name)
             if bound is not None:
-                self.expect_number(name, numbers.Real, 0)
-                in_range = 0 < _scaling.to_float32(bound) < np.inf
-                self.expect(in_range, name, "a bound above 0 and finite in float32")
+                self.expect_number(name, numbers.Real, *_POSITIVE_FLOAT32)
         super().__post_init__()
 
     def quantizer_in(self, dtype: np.dtype, operand: str) -> Quantizer:

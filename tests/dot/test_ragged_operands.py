@@ -130,9 +130,14 @@ def test_codes_that_do_not_fit():
     lhs, rhs, _ = operands(len(EXPERTS))
     int8 = jaxfp8.QTensor(np.int8(np.sign(lhs)), np.ones(1, np.float32))
     with pytest.raises(
-        ValueError, match="ragged_dot: lhs: expected a QTensor of FP8 codes"
+        ValueError, match=r"ragged_dot: .*fprop: .*FP8 codes with one scale.*int8"
     ):
         ragged_dot(int8, rhs, RECIPE, WITHOUT)
+    stock = jaxfp8.recipes.Float8CurrentScalingQuantizer
+    own = type("Own", (stock,), {"qgemm": lambda *operands, **options: None})
+    recipe = jaxfp8.CustomRecipe(lambda role: own(jnp.float8_e4m3fn))
+    with pytest.raises(ValueError, match="ragged_dot: .*without a qgemm"):
+        ragged_dot(lhs, rhs, recipe, WITHOUT)
     recipe = jaxfp8.MXFP8BlockScaling()
     one_layout = dataclasses.replace(
         quantized(rhs, recipe), data_t=None, scale_inv_t=None

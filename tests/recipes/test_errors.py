@@ -285,7 +285,6 @@ ARGUMENTS = {
         ("preferred_element_type", TYPE, [np.int32], ""),
         ("state", VALUE, [None, jaxfp8.init_state(DELAYED(amax_history_len=7))], ""),
         ("state", TYPE, [()], ""),
-        ("recipe", VALUE, [jaxfp8.CustomRecipe(lambda role: None)], ""),
     ],
 }
 CALLS = [(op, *row) for op, rows in ARGUMENTS.items() for row in rows]
