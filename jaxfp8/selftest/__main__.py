@@ -26,13 +26,8 @@ def jobs(ops: list[str], platform: str | None) -> list[list[str]]:
     process. A TPU serves one process at a time.
     """
     names = ["training", *[f"values:{op}" for op in ops]]
-    if platform == "cuda":
-        names += [f"graph:{op}" for op in ops]
-        return [[name] for name in names]
-    if platform == "tpu":
-        return [names]
-    # On a CPU two processes share the checks.
-    return [names[::2], names[1::2]]
+    processes = {"cuda": len(names), "tpu": 1}.get(platform, 2)
+    return [names[i::processes] for i in range(processes)]
 
 
 def remedy(rows: list[dict]) -> str:
@@ -40,7 +35,7 @@ def remedy(rows: list[dict]) -> str:
     "" where it would not help.
     """
     failed = [row["check"] for row in rows if row["status"] == "failed"]
-    bad = sorted({name.partition(":")[2] for name in failed} - {""})
+    bad = [name.removeprefix("values:") for name in failed if ":" in name]
     # Without a device or a library no op runs, so switching off some of them would not
     # help.
     if not bad or "machine" in failed:

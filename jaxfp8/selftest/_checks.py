@@ -1,10 +1,5 @@
-"""The checks: the machine, a few training steps, and for each op values and a recorded
-launch.
-"""
+"""The checks: the machine, a few training steps, and the values of each op."""
 
-import pathlib
-import re
-import tempfile
 from typing import Any
 
 import jax
@@ -19,8 +14,8 @@ from ..recipes import DelayedScaling, init_state
 from . import _cases
 
 # With these options XLA records custom calls that allow it into CUDA graphs, also a
-# single custom call.
-_GRAPHS = {
+# single one.
+GRAPHS = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL",
     "xla_gpu_graph_min_graph_size": 1,
 }
@@ -49,14 +44,18 @@ def machine() -> dict[str, Any]:
 def values(op: str) -> dict[str, Any]:
     """Check every case of an op against the reference.
 
+    On a GPU every other case runs in a CUDA graph. The first one does, so that the op's
+    first launch in the process is recorded.
+
     On a TPU numbers below 2**-126 count as zeros, in operands and results, and a
     product that is refused has no check.
     """
+    on_gpu = _support.backend() == "cuda"
     problems, reasons = [], []
-    count = calls = without = 0
-    for case in _cases.cases(op):
+    calls = without = 0
+    cases = list(_cases.cases(op))
+    for i, case in enumerate(cases):
         case = case._replace(arguments=_numpy(case.arguments))
-        count += 1
         try:
             with _support.listening() as why:
                 lowered = jax.jit(case.function).lower(*case.arguments)
@@ -65,51 +64,23 @@ def values(op: str) -> dict[str, Any]:
                 raise
             without += 1
             continue
-        calls += _has_call(lowered, op)
+        calls += f"custom_call @jaxfp8_{op}_v" in lowered.as_text()
         reasons += why
-        got = _numpy(lowered.compile()(*case.arguments))
-        if problem := case.problem(got, _numpy(case.reference()), _on_tensor_cores()):
-            problems.append(f"{case.name}: {problem}")
-    detail = [f"{count} cases, {calls} by the custom call"]
+        is_recorded = on_gpu and i % 2 == 0
+        compiled = lowered.compile(GRAPHS if is_recorded else None)
+        expected = _numpy(case.reference())
+        # The second run replays the graph, with buffers of its own.
+        for _ in range(1 + is_recorded):
+            got = _numpy(compiled(*case.arguments))
+            if problem := case.problem(got, expected, on_gpu):
+                problems.append(f"{case.name}: {problem}")
+    detail = [f"{len(cases)} cases, {calls} by the custom call"]
     if without:
         detail.append(f"{without} cases have no product on a TPU")
     if not calls:
         detail += dict.fromkeys(reasons)
     row = _row("; ".join(problems[:3]), "; ".join(detail))
     return row | {"custom_calls": calls}
-
-
-def graph(op: str) -> dict[str, Any]:
-    """Check that an op's first launch in this process can be recorded into a graph,
-    which replays it.
-    """
-    case = _cases.Case(op, op, *_machine.OPS[op])
-    if not _has_call(jax.jit(case.function).lower(*case.arguments), op):
-        return _row(None, "no kernel to record")
-    compiled, recorded = record(case.function, case.arguments)
-    # each run has its own buffers, which update the graph
-    runs = [compiled(*case.arguments) for _ in range(3)]
-    expected = _numpy(case.reference())
-    problems = [] if recorded else ["XLA did not record it"]
-    for got in runs:
-        problems.append(case.problem(_numpy(got), expected, _on_tensor_cores()))
-    return _row("; ".join(filter(None, problems)), "recorded, replayed twice")
-
-
-def record(function, arguments):
-    """Return the function compiled with graphs, and whether every custom call is in a
-    graph.
-
-    The thunks that XLA dumps tell the second.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        options = _GRAPHS | {"xla_dump_to": folder}
-        jitted = jax.jit(function, compiler_options=options)
-        compiled = jitted.lower(*arguments).compile()
-        paths = pathlib.Path(folder).glob("*thunk_sequence_after_thunk_passes*")
-        thunks = "".join(map(pathlib.Path.read_text, paths))
-    left = re.search(r"^\d+: kCustomCall", thunks, re.MULTILINE)
-    return compiled, "kCommandBuffer" in thunks and not left
 
 
 def training() -> dict[str, Any]:
@@ -138,14 +109,6 @@ def training() -> dict[str, Any]:
     state = run()
     with ops.implementation("reference"):
         return _row(_cases.bit_problem(state, run()), "state equal to the bit")
-
-
-def _on_tensor_cores() -> bool:
-    return _support.backend() == "cuda"
-
-
-def _has_call(lowered, op) -> bool:
-    return f"custom_call @jaxfp8_{op}_v" in lowered.as_text()
 
 
 def _numpy(tree):

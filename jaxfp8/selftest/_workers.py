@@ -32,9 +32,8 @@ def work(names: list[str], send: Callable[[dict], None]) -> None:
         start = time.perf_counter()
         has_raised = False
         try:
-            kind, _, op = name.partition(":")
-            check = getattr(_checks, kind)
-            row = check(op) if op else check()
+            kind, *op = name.split(":")
+            row = getattr(_checks, kind)(*op)
         except Exception as error:  # a broken kernel or installation may raise anything
             has_raised = True
             detail = f"{type(error).__name__}: {error}"[:2000]

@@ -70,7 +70,7 @@ def test_first_launches_in_graphs(tmp_path):
         row["check"]: row["status"]
         for row in json.loads((tmp_path / "found.json").read_text())["rows"]
     }
-    assert {rows[f"graph:{op}"] for op in _ffi._TARGETS["CUDA"]} == {"passed"}, (
+    assert {rows[f"values:{op}"] for op in _ffi._TARGETS["CUDA"]} == {"passed"}, (
         done.stdout
     )
 

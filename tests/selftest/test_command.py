@@ -78,13 +78,13 @@ def test_a_failed_op(rows, monkeypatch, capsys, tmp_path):
     say so.
     """
     monkeypatch.setenv("JAXFP8_DISABLE", "write_histories,amax")
-    rows["graph:quantize_norm"] = {"status": "failed", "detail": "crashed (SIGSEGV)"}
+    rows["values:quantize_norm"] = {"status": "failed", "detail": "crashed (SIGSEGV)"}
     rows["values:amax"] = {"status": "failed", "detail": "a bit"}
     assert command.main(["--json", str(tmp_path / "found.json")]) == 1
     printed = capsys.readouterr().out
     *passed, amax, norm, remedy, _ = printed.splitlines()
     assert amax.split() == "failed values:amax a bit".split()
-    assert norm.split() == "failed graph:quantize_norm crashed (SIGSEGV)".split()
+    assert norm.split() == "failed values:quantize_norm crashed (SIGSEGV)".split()
     assert not any("failed" in line for line in passed)
     switch = "set JAXFP8_DISABLE=write_histories,amax,quantize_norm"
     assert remedy == f"until it is repaired, {switch}"
