@@ -25,9 +25,8 @@ def jobs(ops: list[str], platform: str | None) -> list[list[str]]:
     On a GPU each check has a process of its own, so that its launch is the first in the
     process. A TPU serves one process at a time.
     """
-    names = ["training", *[f"values:{op}" for op in ops]]
-    processes = {"cuda": len(names), "tpu": 1}.get(platform, 2)
-    return [names[i::processes] for i in range(processes)]
+    processes = {"cuda": len(ops), "tpu": 1}.get(platform, 2)
+    return [ops[i::processes] for i in range(processes)]
 
 
 def remedy(rows: list[dict]) -> str:
@@ -35,13 +34,12 @@ def remedy(rows: list[dict]) -> str:
     "" where it would not help.
     """
     failed = [row["check"] for row in rows if row["status"] == "failed"]
-    bad = [name.removeprefix("values:") for name in failed if ":" in name]
     # Without a device or a library no op runs, so switching off some of them would not
     # help.
-    if not bad or "machine" in failed:
+    if not failed or "machine" in failed:
         return ""
     off = os.environ.get(_support.VARIABLE, "").split(",")
-    names = dict.fromkeys(filter(None, [*off, *bad]))
+    names = dict.fromkeys(filter(None, [*off, *failed]))
     return f"{_support.VARIABLE}={','.join(names)}"
 
 
