@@ -81,11 +81,8 @@ def devices() -> list[dict[str, Any]]:
     for device in jax.devices():
         capability = ".".join(map(str, _support.capability(device)))
         kinds[device.platform, device.device_kind, capability] += 1
-    rows = []
-    for (name, kind, capability), count in kinds.items():
-        row = {"platform": name, "kind": kind, "capability": capability}
-        rows.append(row | {"count": count})
-    return rows
+    columns = "platform", "kind", "capability", "count"
+    return [dict(zip(columns, (*kind, kinds[kind]), strict=True)) for kind in kinds]
 
 
 def settings() -> dict[str, str]:
@@ -123,48 +120,29 @@ NO_KERNEL = "no kernel for"
 
 
 def active_ops(platform: str) -> list[dict[str, Any]]:
-    """Return a row for each op on a platform: `name`, `custom_call`, `calls` and `why`.
-
-    `custom_call` says whether the op runs as its custom call, `calls` counts the custom
-    calls in its program by name, and `why` is a clause that says why the op does not
-    run as its custom call, else "".
+    """Return a row for each op on a platform: `name`, `custom_call`, whether the op
+    runs as its custom call, and `why`, a clause that says why not, else "".
     """
     rows = []
     for name, (function, arguments) in OPS.items():
-        calls, reasons = _lowered(platform, function, arguments)
-        why = "" if name in calls else _why_not(platform, name, reasons)
-        row = {"name": name, "custom_call": name in calls, "calls": calls, "why": why}
-        rows.append(row)
+        with _support.listening() as reasons:
+            try:
+                # Make a new function for each call: JAX does not lower the same
+                # function twice.
+                traced = jax.jit(lambda *args, op=function: op(*args)).trace(*arguments)
+                text = traced.lower(lowering_platforms=(platform,)).as_text()
+            except NotImplementedError as error:
+                text = ""
+                reasons.append(f"{NO_KERNEL} {platform}, which refuses it: {error}")
+        is_active = f"custom_call @jaxfp8_{name}_v" in text
+        why = "" if is_active else "; ".join(reasons) or _why_not(platform, name)
+        rows.append({"name": name, "custom_call": is_active, "why": why})
     return rows
 
 
-def _lowered(platform, function, arguments) -> tuple[dict[str, int], list[str]]:
-    """Return the number of each custom call in a program, and warnings of its lowering;
-    a program that its platform refuses has the refusal as its only warning.
-    """
-    try:
-        with _support.listening() as reasons:
-            # Make a new function for each call: JAX does not lower the same function
-            # twice.
-            traced = jax.jit(lambda *args: function(*args)).trace(*arguments)
-            text = traced.lower(lowering_platforms=(platform,)).as_text()
-    except NotImplementedError as error:
-        return {}, [f"refused: {error}"]
-    calls = sorted(re.findall(r"custom_call @jaxfp8_(\w+?)_v\d+\b", text))
-    return dict(Counter(calls)), reasons
-
-
-def _why_not(platform: str, target: str, reasons: list[str]) -> str:
-    """Return why the custom call is not in a program: the warnings of its lowering, or
-    what the native library lacks; "" where no reason is known.
-    """
-    if reasons:
-        return "; ".join(reasons)
-    if platform == "tpu":  # XLA compiles the jnp programs
-        return f"{NO_KERNEL} {platform}"
+def _why_not(platform: str, op: str) -> str:
+    """Return why a program without warnings does not have the custom call of an op."""
     for library in _ffi.libraries():
-        if library.platform == platform:
-            if target not in library.ops:
-                return f"{NO_KERNEL} {platform}"
-            return library.error and f"the native library: {library.error}"
-    return f"no native library serves {platform}"
+        if library.platform == platform and op in library.ops:
+            return f"the native library: {library.error}"
+    return f"{NO_KERNEL} {platform}"
