@@ -1,12 +1,16 @@
-"""The checks: the machine, and the values of each op."""
+"""The checks: the machine, a few training steps, and the values of each op."""
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from .. import ops
+from ..dot import einsum
 from ..inspect import _machine
 from ..ops import _support
+from ..recipes import DelayedScaling, init_state
 from . import _cases
 
 # With these options XLA records custom calls that allow it into CUDA graphs, also a
@@ -77,6 +81,32 @@ def values(op: str) -> dict[str, Any]:
         detail += dict.fromkeys(reasons)
     row = _row("; ".join(problems[:3]), "; ".join(detail))
     return row | {"custom_calls": calls}
+
+
+def training() -> dict[str, Any]:
+    """Check that the state of a layer after six steps equals the reference's state to
+    the bit.
+    """
+    recipe = DelayedScaling(amax_history_len=4)
+    numbers = np.random.default_rng(0).standard_normal((3, 256, 256))
+    x, kernel, grad = jnp.asarray(numbers, jnp.bfloat16)
+
+    def step(state, size):
+        def multiply(state):
+            return einsum("mk,kn->mn", x * size, kernel, recipe=recipe, state=state)
+
+        _, pullback = jax.vjp(multiply, state)
+        return *pullback(grad / size), None
+
+    def run():
+        # Operands grow and gradients shrink, so scales change; there are more steps
+        # than slots, so amaxes drop out.
+        sizes = jnp.asarray(2.0 ** np.arange(6), jnp.bfloat16)
+        return _numpy(jax.lax.scan(step, init_state(recipe), sizes)[0])
+
+    state = run()
+    with ops.implementation("reference"):
+        return _row(_cases.bit_problem(state, run()), "state equal to the bit")
 
 
 def _numpy(tree):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from equality import assert_all_bitwise
 
-from jaxfp8 import DelayedScaling, dot_general, init_state, ops
+from jaxfp8 import ops
 from jaxfp8.inspect import _machine
 from jaxfp8.ops import _ffi
 
@@ -70,32 +70,8 @@ def test_first_launches_in_graphs(tmp_path):
         row["check"]: row["status"]
         for row in json.loads((tmp_path / "found.json").read_text())["rows"]
     }
-    assert {rows[op] for op in _ffi._TARGETS["CUDA"]} == {"passed"}, done.stdout
-
-
-def test_state_of_training_steps():
-    """The state of a layer after six steps is the reference's to the bit. Operands grow
-    and gradients shrink, so scales change; with more steps than slots amaxes drop out.
-    """
-    recipe = DelayedScaling(amax_history_len=4)
-    numbers = np.random.default_rng(0).standard_normal((3, 256, 256))
-    x, kernel, grad = jnp.asarray(numbers, jnp.bfloat16)
-    dims = (((1,), (0,)), ((), ()))
-
-    def step(state, size):
-        def loss(state):
-            y = dot_general(x * size, kernel, dims, recipe=recipe, state=state)
-            return jnp.vdot(y, grad / size)
-
-        return jax.grad(loss)(state), None
-
-    def run():
-        sizes = jnp.asarray(2.0 ** np.arange(6), jnp.bfloat16)
-        return jax.tree.leaves(jax.lax.scan(step, init_state(recipe), sizes)[0])
-
-    got = run()
-    with ops.implementation("reference"):
-        assert_all_bitwise(got, run(), "the state")
+    assert rows.keys() >= _ffi._TARGETS["CUDA"].keys()
+    assert set(rows.values()) == {"passed"}, done.stdout
 
 
 @pytest.mark.alone

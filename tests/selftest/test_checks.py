@@ -115,6 +115,28 @@ def test_an_inaccurate_sum():
     assert problems[0] is None and "wrong, first at" in problems[1]
 
 
+def test_training(monkeypatch):
+    assert _checks.training() == {
+        "status": "passed",
+        "detail": "state equal to the bit",
+    }
+    if _ffi.has_cpu_kernels:
+        real = _ffi.call
+
+        def call(name, *arguments, **options):
+            results = real(name, *arguments, **options)
+            return (
+                [x * np.float32(1 + 2.0**-20) for x in results]
+                if name == "write_histories"
+                else results
+            )
+
+        monkeypatch.setattr(_ffi, "call", call)
+        jax.clear_caches()
+        row = _checks.training()
+        assert row["status"] == "failed" and "wrong, first at" in row["detail"]
+
+
 @pytest.mark.parametrize("op", ON_CUDA)
 def test_cases_are_of_the_custom_call_on_gpus(op, cuda_custom_calls):
     """All but empty products, which need no kernel, and rows of state in groups."""

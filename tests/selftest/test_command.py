@@ -29,7 +29,7 @@ def test_one_op(tmp_path):
     printed = run(*arguments, JAXFP8_DISABLE="amax").stdout
     found = json.loads(path.read_text())
     rows = {row["check"]: row for row in found["rows"]}
-    assert set(rows) == {"machine", "amax"}
+    assert set(rows) == {"machine", "training", "amax"}
     assert found["passed"] and {row["status"] for row in found["rows"]} == {"passed"}
     assert found["environment"]["versions"] == json.loads(
         json.dumps(_machine.versions())
@@ -38,7 +38,7 @@ def test_one_op(tmp_path):
     detail = "7 cases, 0 by the custom call; JAXFP8_DISABLE names amax"
     assert rows["amax"]["detail"] == detail
     assert 0 < rows["amax"]["seconds"] < found["seconds"]
-    assert f"passed  amax     {detail}\n" in printed
+    assert f"passed  amax      {detail}\n" in printed
     assert printed.splitlines()[-1].startswith("passed in")
 
 
@@ -78,11 +78,13 @@ def test_a_failed_op(rows, monkeypatch, capsys, tmp_path):
     say so.
     """
     monkeypatch.setenv("JAXFP8_DISABLE", "write_histories,amax")
+    rows["training"] = {"status": "failed", "detail": "a state"}
     rows["quantize_norm"] = {"status": "failed", "detail": "crashed (SIGSEGV)"}
     rows["amax"] = {"status": "failed", "detail": "a bit"}
     assert command.main(["--json", str(tmp_path / "found.json")]) == 1
     printed = capsys.readouterr().out
-    *passed, amax, norm, remedy, _ = printed.splitlines()
+    *passed, training, amax, norm, remedy, _ = printed.splitlines()
+    assert training.split() == "failed training a state".split()
     assert amax.split() == "failed amax a bit".split()
     assert norm.split() == "failed quantize_norm crashed (SIGSEGV)".split()
     assert not any("failed" in line for line in passed)

@@ -36,7 +36,7 @@ def test_values(op, on_tpu):
 
 def test_one_process_has_the_tpu():
     jobs = command.jobs(["amax", "quantize"], "tpu")
-    assert jobs == [["amax", "quantize"]]
+    assert jobs == [["training", "amax", "quantize"]]
     assert len(command.jobs(["amax", "quantize"], "cpu")) == 2
 
 
