@@ -40,6 +40,7 @@ _ACTIVATIONS = *ops.ACTIVATIONS, ops.ClampedSwiGLU(2.0, alpha=1.702, offset=1.0)
 _HARD = np.float32(
     "inf -inf nan 0 -0 1e-45 -1e-45 1.1754944e-38 -3e38 6e4 448 0.0009765625".split()
 )
+_QUARTERS = np.float32([-1, -0.75, -0.5, -0.25, 0.25, 0.5, 0.75, 1])
 # Larger arrays repeat this many numbers; it is a prime, so that no two tiles are alike.
 _PERIOD = 999_983
 
@@ -116,17 +117,27 @@ class Kind(NamedTuple):
         bits = self.rng.integers(0, 256, self.shape, np.uint8)
         return bits.view(self.form.dtype)
 
+    def quarters(self, shape) -> np.ndarray:
+        """Return numbers whose products have exact sums, in any order, in the 13 bits
+        of a tensor core too: each wrong term shows. `hard` puts a NaN in. None is 0,
+        because the sign of a sum of zeros is free.
+        """
+        values = self.rng.choice(_QUARTERS, shape)
+        if self.hard:
+            values.flat[values.size // 3] = np.nan
+        return values
+
     def operands(self, a, b, a_block=None, b_block=None) -> list[np.ndarray]:
-        """Return codes of a and b in these shapes, and for each the scales of blocks,
-        or with None the one scale, that make terms of a product about 1.
+        """Return codes of a and b in these shapes, of `quarters`, and for each the
+        scales of blocks, or with None the one scale.
 
         b is in E4M3, because no tensor core multiplies E5M2 by E5M2.
         """
         codes, scales = [], []
         for shape, form, block in ((a, self.form, a_block), (b, E4M3, b_block)):
             count = (*shape[:-2], *_blocks.count(block, *shape[-2:])) if block else 1
-            scale = self.factors(count, 1) * np.float32(16 / form.max)
-            codes.append(self.codes(shape, form))
+            scale = np.exp2(self.rng.integers(0, 2, count))
+            codes.append(self.quarters(shape).astype(form.dtype))
             scales.append(scale.astype(_blocks.E8M0 if block == _MX else _F32))
         return [*codes, *scales]
 
@@ -334,7 +345,8 @@ def _scaled_matmul(kind):
             precise=kind.turn((False, True)),
         )
 
-    return function, [*kind.operands((m, k), (n, k)), kind.numbers(n, kind.dtype)]
+    bias = kind.quarters(n).astype(kind.dtype)
+    return function, [*kind.operands((m, k), (n, k)), bias]
 
 
 def _block_scaled_matmul(kind):

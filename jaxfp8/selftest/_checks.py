@@ -72,7 +72,7 @@ def values(op: str) -> dict[str, Any]:
         # The second run replays the graph, with buffers of its own.
         for _ in range(1 + is_recorded):
             got = _numpy(compiled(*case.arguments))
-            if problem := case.problem(got, expected, on_gpu):
+            if problem := case.problem(got, expected):
                 problems.append(f"{case.name}: {problem}")
     detail = [f"{len(cases)} cases, {calls} by the custom call"]
     if without:
