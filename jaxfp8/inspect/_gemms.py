@@ -3,6 +3,7 @@ does not run in FP8.
 """
 
 import dataclasses
+import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -238,11 +239,10 @@ def _forward(eqn):
         eqn.params["product"], reduce=no_reduction, out_sharding=None
     )
 
-    def run(operands):
-        _product._primal(*operands, product=product, tree=eqn.params["tree"])
-
+    run = functools.partial(_product._primal, product=product, tree=eqn.params["tree"])
     avals = [var.aval for var in eqn.invars]
-    return traced(run, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals])
+    operands = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
+    return jax.make_jaxpr(run)(*operands).jaxpr
 
 
 def _text(aval) -> str:

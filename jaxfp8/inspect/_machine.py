@@ -9,7 +9,7 @@ import pathlib
 import platform
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -31,27 +31,26 @@ def about() -> dict[str, Any]:
     """Return all that is known of the machine, as JSON values; a part that fails is
     `{"error": reason}`.
     """
-    # Each part fails by itself: a broken driver must not hide the versions.
-    return {
-        "versions": _try(versions),
-        "system": platform.platform(),
-        "processor": _try(processor),
-        "settings": _try(settings),
-        "platform": _try(_support.backend),
-        "devices": _try(devices),
-        "driver": _try(_support.driver),
-        "libraries": _try(lambda: [library._asdict() for library in _ffi.libraries()]),
-        "cublaslt": _try(cublaslt),
-        "ops": _try(lambda: active_ops(_support.backend())),
+    parts = {
+        "versions": versions,
+        "system": platform.platform,
+        "processor": processor,
+        "settings": settings,
+        "platform": _support.backend,
+        "devices": devices,
+        "driver": _support.driver,
+        "libraries": lambda: [library._asdict() for library in _ffi.libraries()],
+        "cublaslt": cublaslt,
+        "ops": lambda: active_ops(_support.backend()),
     }
-
-
-def _try(part: Callable[[], Any]) -> Any:
-    try:
-        return part()
-    # a broken installation may raise anything, and the report has to show it
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
+    # Each part fails by itself: a broken driver must not hide the versions.
+    for name, part in parts.items():
+        try:
+            parts[name] = part()
+        # a broken installation may raise anything, and the report has to show it
+        except Exception as error:
+            parts[name] = {"error": f"{type(error).__name__}: {error}"}
+    return parts
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:

@@ -193,9 +193,7 @@ class Target(NamedTuple):
         #    cuBLASLt.
         if self.lacks:
             return self.lacks
-        missing = _support.missing_on(
-            self.gpus, cublaslt=name in ("scaled_matmul", "block_scaled_matmul")
-        )
+        missing = _support.missing_on(self.gpus, cublaslt=name != "ragged_matmul")
         if missing and (missing.hardware or implementation != "xla"):
             return missing.reason
         # 2. Ask the implementation that was selected while tracing.
