@@ -3,7 +3,6 @@ does not run in FP8.
 """
 
 import dataclasses
-import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -239,10 +238,11 @@ def _forward(eqn):
         eqn.params["product"], reduce=no_reduction, out_sharding=None
     )
 
-    run = functools.partial(_product._primal, product=product, tree=eqn.params["tree"])
+    def run(operands):
+        _product._primal(*operands, product=product, tree=eqn.params["tree"])
+
     avals = [var.aval for var in eqn.invars]
-    operands = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
-    return jax.make_jaxpr(run)(*operands).jaxpr
+    return traced(run, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals])
 
 
 def _text(aval) -> str:

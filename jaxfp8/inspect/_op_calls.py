@@ -255,9 +255,7 @@ def _adam_update(kind):
     arguments, treedef = jax.tree.flatten(leaves)
 
     def function(*arguments):
-        stepped = ops.adam_update(treedef.unflatten(arguments), [1, 1])
-        outs, *moments = zip(*stepped, strict=True)
-        return outs, list(zip(*moments, strict=True))
+        return ops.adam_update(treedef.unflatten(arguments), [1, 1])
 
     return function, arguments
 
@@ -268,50 +266,56 @@ def _amax_to_scale(kind):
     return jax.vmap(function), arrays
 
 
-def _delayed_scales(kind):
-    def function(history, scale_inv):
-        return ops.delayed_scales(
-            [history, history[:1]],
-            [scale_inv] * 2,
-            fp8_max=[kind.form.max] * 2,
-            algo=kind.turn(("max", "most_recent")),
-        )
+def _of_state(count: int):
+    """Return a decorator for a function `(kind, history, factors)`, which calls an op
+    with a history and so many factors.
+    """
 
-    return function, [kind.history(), kind.factors(1)]
+    def decorated(function):
+        @functools.wraps(function)
+        def call(kind):
+            arguments = [kind.history(), kind.factors(count)]
+            return functools.partial(function, kind), arguments
 
+        return call
 
-def _read_histories(kind):
-    def function(history, scale):
-        product = [(history, scale), (history[:1], scale)]
-        return ops.read_histories([product], fp8_max=[[kind.form.max, 448.0]])
-
-    return function, [kind.history(), kind.factors(1)]
+    return decorated
 
 
-def _write_histories(kind):
-    def function(history, recorded):
-        product = [(history, history[:1]), (history[:1], history[:1])]
-        numbers = [(recorded[:1], recorded[1:2]), (recorded[2:3], recorded[3:4])]
-        return ops.write_histories([product], [kind.turn((recorded, numbers))])
-
-    return function, [kind.history(), kind.factors(12)]
-
-
-def _read_rows(kind):
-    def function(history, scale):
-        pair = jnp.stack([history] * 2), jnp.stack([scale] * 2)
-        return ops.read_rows([pair], fp8_max=[kind.form.max])
-
-    return function, [kind.history(), kind.factors(1)]
+@_of_state(1)
+def _delayed_scales(kind, history, scale_inv):
+    return ops.delayed_scales(
+        [history, history[:1]],
+        [scale_inv] * 2,
+        fp8_max=[kind.form.max] * 2,
+        algo=kind.turn(("max", "most_recent")),
+    )
 
 
-def _write_rows(kind):
-    def function(history, recorded):
-        pair = jnp.stack([history] * 2), jnp.ones((2, 1))
-        rows = [jnp.pad(x, (0, 4)) for x in jnp.split(recorded, 2)]
-        return ops.write_rows([pair], rows)
+@_of_state(1)
+def _read_histories(kind, history, scale):
+    product = [(history, scale), (history[:1], scale)]
+    return ops.read_histories([product], fp8_max=[[kind.form.max, 448.0]])
 
-    return function, [kind.history(), kind.factors(4)]
+
+@_of_state(12)
+def _write_histories(kind, history, recorded):
+    product = [(history, history[:1]), (history[:1], history[:1])]
+    numbers = [(recorded[:1], recorded[1:2]), (recorded[2:3], recorded[3:4])]
+    return ops.write_histories([product], [kind.turn((recorded, numbers))])
+
+
+@_of_state(1)
+def _read_rows(kind, history, scale):
+    pair = jnp.stack([history] * 2), jnp.stack([scale] * 2)
+    return ops.read_rows([pair], fp8_max=[kind.form.max])
+
+
+@_of_state(4)
+def _write_rows(kind, history, recorded):
+    pair = jnp.stack([history] * 2), jnp.ones((2, 1))
+    rows = [jnp.pad(x, (0, 4)) for x in jnp.split(recorded, 2)]
+    return ops.write_rows([pair], rows)
 
 
 def _split_reading(kind):

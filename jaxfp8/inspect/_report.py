@@ -150,10 +150,12 @@ class _Rows:
         self.regions = {}
         self.used = set()
 
-    def add(self, path: str, module, recipe, why: str, input=None, kernel=None) -> None:
+    def add(self, path: str, module, recipe, why: str, input=None, kernel=None) -> dict:
+        """Add a row, and return it."""
         recipe = None if isinstance(recipe, HighPrecision) else recipe
-        row = (path, type(module).__name__, input, kernel, recipe, why)
-        self.by_path[path] = dict(zip(_COLUMNS, row, strict=True))
+        cells = path, type(module).__name__, input, kernel, recipe, why
+        self.by_path[path] = row = dict(zip(_COLUMNS, cells, strict=True))
+        return row
 
     def add_product(self, path, layer, named, default, decided, *shapes) -> dict:
         """Add a layer with an FP8 product that is traced here, and return its row.
@@ -179,8 +181,7 @@ class _Rows:
             why = "own recipe"
         else:
             why = "default" if resolve(None, marker) is marker else "autocast"
-        self.add(path, layer, recipe, why, *shapes)
-        return self.by_path[path]
+        return self.add(path, layer, recipe, why, *shapes)
 
     def add_other(self, path, module, decided, takes_rules, *shapes) -> None:
         """Add a module without an FP8 product: a layer that rules leave in high
