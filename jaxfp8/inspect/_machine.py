@@ -86,8 +86,9 @@ def devices() -> list[dict[str, Any]]:
 
 def settings() -> dict[str, str]:
     """Return the environment variables that JAX and XLA read."""
-    names = [name for name in os.environ if name.startswith(("JAX", "XLA_"))]
-    return {name: os.environ[name] for name in sorted(names)}
+    prefixes = "JAX", "XLA_"
+    variables = sorted(os.environ.items())
+    return {name: value for name, value in variables if name.startswith(prefixes)}
 
 
 def cublaslt() -> str:

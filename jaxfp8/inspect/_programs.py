@@ -156,8 +156,8 @@ class Target(NamedTuple):
         local = tuple(_support.local_gpus())
         # On a CPU models are developed, to run on GPUs later.
         if platform is None:
-            backend = _support.backend()
-            platform = "cuda" if local or backend == "cpu" else backend
+            platform = _support.backend()
+            platform = "cuda" if platform == "cpu" else platform
         # The last digit is the minor version: `sm_90` is 9.0, and `sm_100` is 10.0.
         capability = re.fullmatch(r"sm_(\d+)(\d)a?", str(platform))
         if capability:

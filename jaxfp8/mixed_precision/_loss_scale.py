@@ -20,7 +20,11 @@ from ._floats import is_inexact, map_outside_state
 _UNSET = object()
 
 
-@jax.tree_util.register_dataclass
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["value", "good_steps"],
+    meta_fields=["growth_factor", "backoff_factor", "growth_interval"],
+)
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale:
     """A loss scale that grows after a number of finite steps and shrinks when a
@@ -64,9 +68,9 @@ class DynamicLossScale:
     """
 
     init_scale: dataclasses.InitVar[float] = 2.0**16
-    growth_factor: float = dataclasses.field(default=2.0, metadata={"static": True})
-    backoff_factor: float = dataclasses.field(default=0.5, metadata={"static": True})
-    growth_interval: int = dataclasses.field(default=2000, metadata={"static": True})
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
     value: Any = dataclasses.field(default=_UNSET, kw_only=True)
     good_steps: Any = dataclasses.field(default=_UNSET, kw_only=True)
 

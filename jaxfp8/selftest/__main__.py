@@ -54,9 +54,9 @@ def main(argv: list[str] | None = None) -> int:
     passed = all(row["status"] == "passed" for row in rows)
     seconds = time.perf_counter() - start
     if args.json:
-        report = {"passed": passed, "seconds": seconds}
+        report = {"passed": passed, "seconds": seconds, "rows": rows}
         with open(args.json, "w") as file:
-            json.dump(report | {"rows": rows, "environment": about}, file, indent=1)
+            json.dump(report | {"environment": about}, file, indent=1)
     # What failed is above the last line, where a reader begins.
     rows.sort(key=lambda row: row["status"] == "failed")
     print(table(rows, _COLUMNS))

@@ -165,13 +165,3 @@ def case(op: str, kind: Kind) -> Case:
     shape = ",".join(map(str, kind.shape))
     name = f"{kind.dtype.name}[{shape}] {kind.form}, {kind.index}"
     return Case(op, name, function, tuple(arguments))
-
-
-def on_tpu(x: np.ndarray) -> np.ndarray:
-    """Return x as a TPU may read it: in float32 and bfloat16 numbers below 2**-126 are
-    zeros, and NaNs have no sign.
-    """
-    if x.dtype not in (np.float32, jnp.bfloat16):
-        return x
-    x = np.where(np.abs(x) < np.float32(2.0**-126), np.zeros_like(x), x)
-    return np.where(np.isnan(x), np.full_like(x, np.nan), x)

