@@ -48,7 +48,7 @@ def test_one_process_has_the_tpu(monkeypatch):
 
 def test_numbers_that_a_tpu_reads_as_zero(monkeypatch):
     monkeypatch.setattr(_support, "backend", lambda: "tpu")
-    x = np.float32([2.0**-149, -(2.0**-127), 2.0**-126, -np.nan, 1])
+    x = np.float32([2.0**-149, -(2.0**-127), 2.0**-126, np.nan, 1])
     expected = np.float32([0, 0, 2.0**-126, np.nan, 1])
     half = np.float16([2.0**-24])
     got = _checks._numpy([x, half])
