@@ -117,7 +117,7 @@ class DynamicLossScale:
         Args:
             tree: a loss, or any tree.
         """
-        return self._times(self.value, tree)
+        return _times(self.value, tree)
 
     def unscale(self, tree: Any) -> Any:
         """Divide `tree` by `value`, in f32 or wider: for gradients, before clipping and
@@ -132,7 +132,7 @@ class DynamicLossScale:
                 state, any tree.
         """
         value = jnp.asarray(self.value, jnp.float32)
-        return self._times(_scaling.round_quotient(jnp.ones_like(value), value), tree)
+        return _times(_scaling.round_quotient(jnp.ones_like(value), value), tree)
 
     def adjust(self, finite: jax.typing.ArrayLike) -> "DynamicLossScale":
         """Return the loss scale for the next step.
@@ -163,19 +163,6 @@ class DynamicLossScale:
         value = jnp.where(finite, jnp.where(grows, grown, value), shrunk)
         good_steps = jnp.where(finite & ~grows, good_steps, np.int32(0))
         return dataclasses.replace(self, value=value, good_steps=good_steps)
-
-    @staticmethod
-    def _times(factor, tree):
-        def times(leaf):
-            if not is_inexact(leaf):
-                return leaf
-            leaf = jnp.asarray(leaf)
-            # In float16 the product would overflow, and the quotient would flush to
-            # zero again.
-            dtype = promoted(leaf.dtype, jnp.float32)
-            return leaf.astype(dtype) * jnp.asarray(factor).astype(dtype)
-
-        return map_outside_state(times, tree)
 
 
 def value_and_grad(
@@ -214,6 +201,21 @@ def value_and_grad(
         return out, loss_scale.unscale(gradients)
 
     return value_and_gradients
+
+
+def _times(factor, tree):
+    """Multiply the floats of a tree, but FP8 state, in f32 or wider."""
+
+    def times(leaf):
+        if not is_inexact(leaf):
+            return leaf
+        leaf = jnp.asarray(leaf)
+        # In float16 the product would overflow, and the quotient would flush to zero
+        # again.
+        dtype = promoted(leaf.dtype, jnp.float32)
+        return leaf.astype(dtype) * jnp.asarray(factor).astype(dtype)
+
+    return map_outside_state(times, tree)
 
 
 def _check(value, name, expected, is_right):

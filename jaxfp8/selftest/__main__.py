@@ -23,10 +23,10 @@ def remedy(rows: list[dict]) -> str:
     """Return the setting that switches off the ops that failed and those that are off;
     "" where it would not help.
     """
-    failed = [row["check"] for row in rows if row["status"] == "failed"]
+    failed = {row["check"] for row in rows if row["status"] == "failed"}
     # Without a device or a library no op runs, so switching off some of them would not
     # help.
-    bad = [name for name in failed if name != "training"]
+    bad = sorted(failed - {"training"})
     if not bad or "machine" in bad:
         return ""
     off = os.environ.get(_support.VARIABLE, "").split(",")
