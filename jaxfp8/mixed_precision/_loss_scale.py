@@ -84,9 +84,9 @@ class DynamicLossScale:
                 "a number from 2**-126 to 2**126",
                 lambda scale: _scaling.MIN_SCALE <= scale <= _scaling.MAX_SCALE,
             )
-            object.__setattr__(self, "value", jnp.asarray(np.float32(init_scale)))
+            object.__setattr__(self, "value", jnp.float32(init_scale))
         if self.good_steps is _UNSET:
-            object.__setattr__(self, "good_steps", jnp.asarray(np.int32(0)))
+            object.__setattr__(self, "good_steps", jnp.int32(0))
         _check(
             self.growth_factor,
             "growth_factor",
