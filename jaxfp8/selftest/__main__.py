@@ -19,6 +19,17 @@ from . import _workers
 _COLUMNS = ("status", "check", "detail")
 
 
+def jobs(ops: list[str], platform: str | None) -> list[list[str]]:
+    """Return the checks, divided among processes that may run side by side.
+
+    On a GPU each check has a process of its own, so that its launch is the first in the
+    process. A TPU serves one process at a time.
+    """
+    names = ["training", *ops]
+    processes = {"cuda": len(names), "tpu": 1}.get(platform, 2)
+    return [names[i::processes] for i in range(processes)]
+
+
 def remedy(rows: list[dict]) -> str:
     """Return the setting that switches off the ops that failed and those that are off;
     "" where it would not help.
@@ -45,12 +56,10 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     start = time.perf_counter()
     # What the machine has decides how the other checks run.
-    (machine,) = _workers.finish(["machine"], 1)
+    (machine,) = _workers.finish([["machine"]])
     about = machine.pop("environment", {})
-    # A TPU serves one process at a time.
-    is_tpu = about.get("platform") == "tpu"
-    side_by_side = 1 if is_tpu else min(12, os.cpu_count() or 1)
-    rows = [machine, *_workers.finish(["training", *args.only], side_by_side)]
+    side_by_side = jobs(args.only, about.get("platform"))
+    rows = [machine, *_workers.finish(side_by_side)]
     passed = all(row["status"] == "passed" for row in rows)
     seconds = time.perf_counter() - start
     if args.json:

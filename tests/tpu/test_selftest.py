@@ -10,7 +10,7 @@ import pytest
 from jaxfp8 import ops
 from jaxfp8.inspect import _op_calls
 from jaxfp8.ops import _support
-from jaxfp8.selftest import __main__ as command, _cases, _checks, _workers
+from jaxfp8.selftest import __main__ as command, _cases, _checks
 
 from . import compiler
 
@@ -33,17 +33,10 @@ def test_values(op, on_tpu):
     assert is_refused == (op == "block_scaled_matmul")
 
 
-def test_one_process_has_the_tpu(monkeypatch):
-    counts = []
-
-    def finish(names, side_by_side):
-        counts.append(side_by_side)
-        row = {"status": "passed", "detail": "", "environment": {"platform": "tpu"}}
-        return [row | {"check": name} for name in names]
-
-    monkeypatch.setattr(_workers, "finish", finish)
-    command.main([])
-    assert counts == [1, 1]
+def test_one_process_has_the_tpu():
+    jobs = command.jobs(["amax", "quantize"], "tpu")
+    assert jobs == [["training", "amax", "quantize"]]
+    assert len(command.jobs(["amax", "quantize"], "cpu")) == 2
 
 
 def test_numbers_that_a_tpu_reads_as_zero(monkeypatch):
