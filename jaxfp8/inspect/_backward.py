@@ -1,6 +1,6 @@
 """Runs: what products see in their backward, on the host."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,16 +16,14 @@ class Runs:
     """Collects what the products of a program give the host in their backward.
 
     Attributes:
-        layers: the layer of each product, in the order of tracing.
-        trees: by the position of a product in `layers`, `(batch, tree)` of each of its
-            runs: numpy arrays, and the sizes of the dimensions that every `vmap` put in
-            front. A backward runs the iterations of a loop in reverse order, so that
-            the last iteration comes first.
+        products: the layer of each product, in the order of tracing, and `(batch,
+            tree)` of each of its runs: numpy arrays, and the sizes of the dimensions
+            that every `vmap` put in front. A backward runs the iterations of a loop in
+            reverse order, so that the last iteration comes first.
     """
 
     def __init__(self):
-        self.layers = []
-        self.trees = defaultdict(list)
+        self.products = []
 
     def at_backward(self, y: jax.Array, operands: Any, look: Callable) -> jax.Array:
         """Return y, the result of a product, whose gradient is looked at where it
@@ -36,8 +34,8 @@ class Runs:
             operands: a tree of arrays for `look`, which get no gradient from here.
             look: `(operands, gradient of y) -> tree of arrays` for the host.
         """
-        trees = self.trees[len(self.layers)]
-        self.layers.append(_contexts.current_layer() or "product")
+        trees = []
+        self.products.append((_contexts.current_layer() or "product", trees))
 
         @jax.custom_vjp
         def watched(y, operands):
@@ -71,16 +69,15 @@ class Runs:
         `label` is the layer, with ` (call 1)` for its second product, and `[i]` for an
         iteration of a loop and a member of a batch.
         """
-        reached = [i for i in range(len(self.layers)) if self.trees[i]]
-        products_of_layer = Counter(self.layers[i] for i in reached)
+        reached = [(layer, runs) for layer, runs in self.products if runs]
+        products_of_layer = Counter(layer for layer, _ in reached)
         calls = Counter()
-        for i in reached:
-            label = layer = self.layers[i]
+        for layer, runs in reached:
+            label = layer
             if products_of_layer[layer] > 1:
                 label += f" (call {calls[layer]})"
             calls[layer] += 1
-            runs = self.trees[i][::-1]
-            for iteration, (batch, tree) in enumerate(runs):
+            for iteration, (batch, tree) in enumerate(runs[::-1]):
                 place = (iteration,) if len(runs) > 1 else ()
                 for index in np.ndindex(batch):
                     at_index = jax.tree.map(lambda x, index=index: x[index], tree)

@@ -94,7 +94,7 @@ def compare(
     fn, arrays = _function(model, args, variables, kwargs)
     loss = loss or _mean_of_squares
     exact = _run(fn, arrays, loss, _product.multiply_float32, _product.multiply_fp8)
-    if not any(exact.trees.values()):
+    if not any(trees for _, trees in exact.products):
         raise ValueError(
             "compare: model: expected FP8 products that the gradient of the loss "
             "reaches, got none; is autocast off, or no recipe given?"

@@ -76,7 +76,7 @@ def count(step: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Cou
     Raises:
         ValueError: the step ran the backward of no FP8 product.
     """
-    for trees in _runs.trees.values():
+    for _, trees in _runs.products:
         trees.clear()
     with _product.replaced_by(_counted):
         result = jax.block_until_ready(step(*args, **kwargs))
@@ -86,7 +86,7 @@ def count(step: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Cou
             row = dict(zip(_COLUMNS, (layer, tensor, *pair), strict=True))
             if not np.isnan(pair[0]):
                 rows.append(row)
-    if not any(_runs.trees.values()):
+    if not any(trees for _, trees in _runs.products):
         raise ValueError(
             "count: step: expected a function that takes gradients through FP8 "
             "products, got one without such; give it the training step, or jax.grad "

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn, nnx
+from flax import linen as nn
 
 from .._jax import _warnings
 from .._jax._table import table
@@ -130,8 +130,7 @@ def assert_fp8(
         ValueError: `platform` is unknown.
     """
     products = gemms(fn, *args, platform=platform, **kwargs)
-    named = type(fn) if isinstance(fn, nnx.Module) else fn
-    name = getattr(named, "__name__", repr(fn))
+    name = getattr(fn, "__name__", type(fn).__name__)
     # A function without any product is hardly the function that the caller meant, so it
     # does not pass.
     if not products.rows:

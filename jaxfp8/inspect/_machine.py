@@ -9,7 +9,7 @@ import pathlib
 import platform
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -31,26 +31,25 @@ def about() -> dict[str, Any]:
     """Return all that is known of the machine, as JSON values; a part that fails is
     `{"error": reason}`.
     """
-    # Each part fails by itself: a broken driver must not hide the versions.
-    return {
-        "versions": _try(versions),
-        "system": platform.platform(),
-        "processor": _try(processor),
-        "settings": _try(settings),
-        "platform": _try(_support.backend),
-        "devices": _try(devices),
-        "libraries": _try(lambda: [library._asdict() for library in _ffi.LIBRARIES]),
-        "cublaslt": _try(cublaslt),
-        "ops": _try(lambda: active_ops(_support.backend())),
+    parts = {
+        "versions": versions,
+        "system": platform.platform,
+        "processor": processor,
+        "settings": settings,
+        "platform": _support.backend,
+        "devices": devices,
+        "libraries": lambda: [library._asdict() for library in _ffi.LIBRARIES],
+        "cublaslt": cublaslt,
+        "ops": lambda: active_ops(_support.backend()),
     }
-
-
-def _try(part: Callable[[], Any]) -> Any:
-    try:
-        return part()
-    # a broken installation may raise anything, and the report has to show it
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
+    # Each part fails by itself: a broken driver must not hide the versions.
+    for name, part in parts.items():
+        try:
+            parts[name] = part()
+        # a broken installation may raise anything, and the report has to show it
+        except Exception as error:
+            parts[name] = {"error": f"{type(error).__name__}: {error}"}
+    return parts
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
@@ -80,17 +79,15 @@ def devices() -> list[dict[str, Any]]:
     for device in jax.devices():
         capability = ".".join(map(str, _support.capability(device)))
         kinds[device.platform, device.device_kind, capability] += 1
-    rows = []
-    for (name, kind, capability), count in kinds.items():
-        row = {"platform": name, "kind": kind, "capability": capability}
-        rows.append(row | {"count": count})
-    return rows
+    columns = "platform", "kind", "capability", "count"
+    return [dict(zip(columns, (*kind, kinds[kind]), strict=True)) for kind in kinds]
 
 
 def settings() -> dict[str, str]:
     """Return the environment variables that JAX and XLA read."""
-    names = [name for name in os.environ if name.startswith(("JAX", "XLA_"))]
-    return {name: os.environ[name] for name in sorted(names)}
+    prefixes = "JAX", "XLA_"
+    variables = sorted(os.environ.items())
+    return {name: value for name, value in variables if name.startswith(prefixes)}
 
 
 def cublaslt() -> str:
@@ -122,48 +119,29 @@ NO_KERNEL = "no kernel for"
 
 
 def active_ops(platform: str) -> list[dict[str, Any]]:
-    """Return a row for each op on a platform: `name`, `custom_call`, `calls` and `why`.
-
-    `custom_call` says whether the op runs as its custom call, `calls` counts the custom
-    calls in its program by name, and `why` is a clause that says why the op does not
-    run as its custom call, else "".
+    """Return a row for each op on a platform: `name`, `custom_call`, whether the op
+    runs as its custom call, and `why`, a clause that says why not, else "".
     """
     rows = []
     for name, (function, arguments) in OPS.items():
-        calls, reasons = _lowered(platform, function, arguments)
-        why = "" if name in calls else _why_not(platform, name, reasons)
-        row = {"name": name, "custom_call": name in calls, "calls": calls, "why": why}
-        rows.append(row)
+        with _support.listening() as reasons:
+            try:
+                # Make a new function for each call: JAX does not lower the same
+                # function twice.
+                traced = jax.jit(lambda *args, op=function: op(*args)).trace(*arguments)
+                text = traced.lower(lowering_platforms=(platform,)).as_text()
+            except NotImplementedError as error:
+                text = ""
+                reasons.append(f"{NO_KERNEL} {platform}, which refuses it: {error}")
+        is_active = f"custom_call @jaxfp8_{name}_v" in text
+        why = "" if is_active else "; ".join(reasons) or _why_not(platform, name)
+        rows.append({"name": name, "custom_call": is_active, "why": why})
     return rows
 
 
-def _lowered(platform, function, arguments) -> tuple[dict[str, int], list[str]]:
-    """Return the number of each custom call in a program, and warnings of its lowering;
-    a program that its platform refuses has the refusal as its only warning.
-    """
-    try:
-        with _support.listening() as reasons:
-            # Make a new function for each call: JAX does not lower the same function
-            # twice.
-            traced = jax.jit(lambda *args: function(*args)).trace(*arguments)
-            text = traced.lower(lowering_platforms=(platform,)).as_text()
-    except NotImplementedError as error:
-        return {}, [f"refused: {error}"]
-    calls = sorted(re.findall(r"custom_call @jaxfp8_(\w+?)_v\d+\b", text))
-    return dict(Counter(calls)), reasons
-
-
-def _why_not(platform: str, target: str, reasons: list[str]) -> str:
-    """Return why the custom call is not in a program: the warnings of its lowering, or
-    what the native library lacks; "" where no reason is known.
-    """
-    if reasons:
-        return "; ".join(reasons)
-    if platform == "tpu":  # XLA compiles the jnp programs
-        return f"{NO_KERNEL} {platform}"
+def _why_not(platform: str, op: str) -> str:
+    """Return why a program without warnings does not have the custom call of an op."""
     for library in _ffi.LIBRARIES:
-        if library.platform == platform:
-            if target not in library.ops:
-                return f"{NO_KERNEL} {platform}"
-            return library.error and f"the native library: {library.error}"
-    return f"no native library serves {platform}"
+        if library.platform == platform and op in library.ops:
+            return f"the native library: {library.error}"
+    return f"{NO_KERNEL} {platform}"

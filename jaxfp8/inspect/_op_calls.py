@@ -40,6 +40,7 @@ _ACTIVATIONS = *ops.ACTIVATIONS, ops.ClampedSwiGLU(2.0, alpha=1.702, offset=1.0)
 _HARD = np.float32(
     "inf -inf nan 0 -0 1e-45 -1e-45 1.1754944e-38 -3e38 6e4 448 0.0009765625".split()
 )
+_QUARTERS = np.float32([-1, -0.75, -0.5, -0.25, 0.25, 0.5, 0.75, 1])
 # Larger arrays repeat this many numbers; it is a prime, so that no two tiles are alike.
 _PERIOD = 999_983
 
@@ -102,31 +103,32 @@ class Kind(NamedTuple):
         """Return a scale f32[1]; every other one may be very large or small."""
         return self.factors(1, self.turn((4, 126)))
 
-    def codes(self, shape, form: Format) -> np.ndarray:
-        """Return FP8 codes of normal numbers that use the range of the format; `hard`
-        puts a NaN in.
-        """
-        values = self.numbers(shape, _F32) * np.float32(form.max / 16)
-        if self.hard:
-            values.flat[values.size // 3] = np.nan
-        return np.clip(values, -form.max, form.max).astype(form.dtype)
-
     def any_codes(self) -> np.ndarray:
         """Return FP8 codes of any bits."""
         bits = self.rng.integers(0, 256, self.shape, np.uint8)
         return bits.view(self.form.dtype)
 
+    def quarters(self, shape) -> np.ndarray:
+        """Return numbers whose products have exact sums, in any order, in the 13 bits
+        of a tensor core too: each wrong term shows. `hard` puts a NaN in. None is 0,
+        because the sign of a sum of zeros is free.
+        """
+        values = self.rng.choice(_QUARTERS, shape)
+        if self.hard:
+            values.flat[values.size // 3] = np.nan
+        return values
+
     def operands(self, a, b, a_block=None, b_block=None) -> list[np.ndarray]:
-        """Return codes of a and b in these shapes, and for each the scales of blocks,
-        or with None the one scale, that make terms of a product about 1.
+        """Return codes of a and b in these shapes, of `quarters`, and for each the
+        scales of blocks, or with None the one scale.
 
         b is in E4M3, because no tensor core multiplies E5M2 by E5M2.
         """
         codes, scales = [], []
         for shape, form, block in ((a, self.form, a_block), (b, E4M3, b_block)):
             count = (*shape[:-2], *_blocks.count(block, *shape[-2:])) if block else 1
-            scale = self.factors(count, 1) * np.float32(16 / form.max)
-            codes.append(self.codes(shape, form))
+            scale = np.exp2(self.rng.integers(0, 2, count))
+            codes.append(self.quarters(shape).astype(form.dtype))
             scales.append(scale.astype(_blocks.E8M0 if block == _MX else _F32))
         return [*codes, *scales]
 
@@ -195,10 +197,9 @@ def _quantize_blocks_transpose(kind):
 
 
 def _transpose_blocks(kind):
-    data = kind.codes(kind.shape, kind.form)
     exponents = kind.rng.integers(-4, 4, _blocks.count(_MX, *kind.shape))
     scales = np.exp2(exponents).astype(kind.turn((_blocks.E8M0, _F32)))
-    return _call(ops.transpose_blocks, data, scales, block=_MX)
+    return _call(ops.transpose_blocks, kind.any_codes(), scales, block=_MX)
 
 
 def _transpose_codes(kind):
@@ -210,7 +211,8 @@ def _dequantize(kind):
 
 
 def _decode_moment(kind):
-    data = kind.codes(kind.shape, E4M3)
+    values = kind.numbers(kind.shape, _F32) * np.float32(E4M3.max / 16)
+    data = np.clip(values, -E4M3.max, E4M3.max).astype(E4M3.dtype)
     blocks = _blocks.count((1, ops.MOMENT_BLOCK), *kind.shape)
     exponents = kind.rng.integers(-1, 2, blocks).astype(np.int8)
     return _call(ops.decode_moment, data, kind.factors(blocks), exponents, axis=1)
@@ -244,9 +246,7 @@ def _adam_update(kind):
     arguments, treedef = jax.tree.flatten(leaves)
 
     def function(*arguments):
-        stepped = ops.adam_update(treedef.unflatten(arguments), [1, 1])
-        outs, *moments = zip(*stepped, strict=True)
-        return outs, list(zip(*moments, strict=True))
+        return ops.adam_update(treedef.unflatten(arguments), [1, 1])
 
     return function, arguments
 
@@ -257,52 +257,58 @@ def _amax_to_scale(kind):
     return jax.vmap(function), arrays
 
 
-def _delayed_scales(kind):
-    def function(history, scale_inv):
-        return ops.delayed_scales(
-            [history, history[:1]],
-            [scale_inv] * 2,
-            fp8_max=[kind.form.max] * 2,
-            algo=kind.turn(("max", "most_recent")),
-        )
+def _of_state(count: int):
+    """Return a decorator for a function `(kind, history, factors)`, which calls an op
+    with a history and so many factors.
+    """
 
-    return function, [kind.history(), kind.factors(1)]
+    def decorated(function):
+        @functools.wraps(function)
+        def call(kind):
+            arguments = [kind.history(), kind.factors(count)]
+            return functools.partial(function, kind), arguments
 
+        return call
 
-def _read_histories(kind):
-    def function(history, scale):
-        product = [(history, scale), (history[:1], scale)]
-        return ops.read_histories([product], fp8_max=[[kind.form.max, 448.0]])
-
-    return function, [kind.history(), kind.factors(1)]
+    return decorated
 
 
-def _write_histories(kind):
-    def function(history, recorded):
-        product = [(history, history[:1]), (history[:1], history[:1])]
-        numbers = [(recorded[:1], recorded[1:2]), (recorded[2:3], recorded[3:4])]
-        if kind.turn((True, False)):
-            return ops.write_histories([product], [recorded])
-        return [ops.write_quantizers(product, numbers)]
-
-    return function, [kind.history(), kind.factors(12)]
-
-
-def _read_rows(kind):
-    def function(history, scale):
-        pair = jnp.stack([history] * 2), jnp.stack([scale] * 2)
-        return ops.read_rows([pair], fp8_max=[kind.form.max])
-
-    return function, [kind.history(), kind.factors(1)]
+@_of_state(1)
+def _delayed_scales(kind, history, scale_inv):
+    return ops.delayed_scales(
+        [history, history[:1]],
+        [scale_inv] * 2,
+        fp8_max=[kind.form.max] * 2,
+        algo=kind.turn(("max", "most_recent")),
+    )
 
 
-def _write_rows(kind):
-    def function(history, recorded):
-        pair = jnp.stack([history] * 2), jnp.ones((2, 1))
-        rows = [jnp.pad(x, (0, 4)) for x in jnp.split(recorded, 2)]
-        return ops.write_rows([pair], rows)
+@_of_state(1)
+def _read_histories(kind, history, scale):
+    product = [(history, scale), (history[:1], scale)]
+    return ops.read_histories([product], fp8_max=[[kind.form.max, 448.0]])
 
-    return function, [kind.history(), kind.factors(4)]
+
+@_of_state(12)
+def _write_histories(kind, history, recorded):
+    product = [(history, history[:1]), (history[:1], history[:1])]
+    numbers = [(recorded[:1], recorded[1:2]), (recorded[2:3], recorded[3:4])]
+    if kind.turn((True, False)):
+        return ops.write_histories([product], [recorded])
+    return [ops.write_quantizers(product, numbers)]
+
+
+@_of_state(1)
+def _read_rows(kind, history, scale):
+    pair = jnp.stack([history] * 2), jnp.stack([scale] * 2)
+    return ops.read_rows([pair], fp8_max=[kind.form.max])
+
+
+@_of_state(4)
+def _write_rows(kind, history, recorded):
+    pair = jnp.stack([history] * 2), jnp.ones((2, 1))
+    rows = [jnp.pad(x, (0, 4)) for x in jnp.split(recorded, 2)]
+    return ops.write_rows([pair], rows)
 
 
 def _split_reading(kind):
@@ -336,7 +342,8 @@ def _scaled_matmul(kind):
             precise=kind.turn((False, True)),
         )
 
-    return function, [*kind.operands((m, k), (n, k)), kind.numbers(n, kind.dtype)]
+    bias = kind.quarters(n).astype(kind.dtype)
+    return function, [*kind.operands((m, k), (n, k)), bias]
 
 
 def _block_scaled_matmul(kind):

@@ -157,8 +157,8 @@ class Target(NamedTuple):
         local = tuple(_support.local_gpus())
         # On a CPU models are developed, to run on GPUs later.
         if platform is None:
-            backend = _support.backend()
-            platform = "cuda" if local or backend == "cpu" else backend
+            platform = _support.backend()
+            platform = "cuda" if platform == "cpu" else platform
         # The last digit is the minor version: `sm_90` is 9.0, and `sm_100` is 10.0.
         capability = re.fullmatch(r"sm_(\d+)(\d)a?", str(platform))
         if capability:
@@ -195,8 +195,8 @@ class Target(NamedTuple):
         if self.lacks:
             return self.lacks
         missing = _support.lacks_fp8(self.gpus)
-        by_cublaslt = name in ("scaled_matmul", "block_scaled_matmul")
-        if missing is None and by_cublaslt and implementation != "xla":
+        by_cublaslt = name != "ragged_matmul" and implementation != "xla"
+        if missing is None and by_cublaslt:
             missing = _support.lacks_cublaslt()
         if missing:
             return missing

@@ -147,13 +147,15 @@ class _Rows:
 
     def __init__(self):
         self.by_path = {}
-        self.regions = []
+        self.regions = {}
         self.used = set()
 
-    def add(self, path: str, module, recipe, why: str, input=None, kernel=None) -> None:
+    def add(self, path: str, module, recipe, why: str, input=None, kernel=None) -> dict:
+        """Add a row, and return it."""
         recipe = None if isinstance(recipe, HighPrecision) else recipe
-        row = (path, type(module).__name__, input, kernel, recipe, why)
-        self.by_path[path] = dict(zip(_COLUMNS, row, strict=True))
+        cells = path, type(module).__name__, input, kernel, recipe, why
+        self.by_path[path] = row = dict(zip(_COLUMNS, cells, strict=True))
+        return row
 
     def add_product(self, path, layer, named, default, decided, *shapes) -> dict:
         """Add a layer with an FP8 product that is traced here, and return its row.
@@ -179,8 +181,7 @@ class _Rows:
             why = "own recipe"
         else:
             why = "default" if resolve(None, marker) is marker else "autocast"
-        self.add(path, layer, recipe, why, *shapes)
-        return self.by_path[path]
+        return self.add(path, layer, recipe, why, *shapes)
 
     def add_other(self, path, module, decided, takes_rules, *shapes) -> None:
         """Add a module without an FP8 product: a layer that rules leave in high
@@ -266,9 +267,7 @@ class _Recorder(_Rows):
         to.
         """
         module = context.module
-        for region in regions(module.scope):
-            if region not in self.regions:
-                self.regions.append(region)
+        self.regions |= dict.fromkeys(regions(module.scope))
         result = next_method(*args, **kwargs)
         shapes = [tuple(arg.shape) for arg in args if hasattr(arg, "shape")]
         if is_compared.get():
@@ -296,8 +295,9 @@ class _Recorder(_Rows):
         recipe = row["recipe"]
         has_state = OVERWRITE_WITH_GRADIENT in product.variables
         if recipe is not None and keeps_state(recipe) and not has_state:
-            row["why"] += "; the variables have no state of it: scales of the tensors "
-            row["why"] += "at hand"
+            row["why"] += (
+                "; the variables have no state of it: scales of the tensors at hand"
+            )
 
     def _module(self, module, shapes) -> None:
         """Record any other module: a layer, or a module whose parameters have no FP8
@@ -315,48 +315,41 @@ class _Recorder(_Rows):
 def _nnx_rows(model, args, kwargs) -> _Rows:
     region = Region(getattr(model, nnx_rules.RULES, ()), ())
     rows = _Rows()
-    rows.regions.append(region)
-    owners = {}
-    known = set()
-
-    def decide(path, module):
-        index = nnx_rules.decision(region.rules, path, module)
-        return None if index is None else Decision(region.rules[index], index, region)
-
-    # 1. Report the layers that take rules.
-    calls = {}
+    rows.regions[region] = None
+    owners, calls = {}, {}
     if args or kwargs:
         calls, _ = recorded_calls(model, args, kwargs)
-    for path, layer, attribute in nnx_rules.layers(model):
-        known.add(id(layer))
+    layers = nnx_rules.layers(model)
+    attributes = {id(layer): attribute for _, layer, attribute in layers}
+    for path, module in nnx.iter_modules(model):
+        is_layer = id(module) in attributes
+        if isinstance(module, _Fp8Product) and not is_layer:
+            continue  # a layer holds it
         name = "/".join(map(str, path))
-        product = nnx_rules.product(layer)
-        decided = decide(path, layer)
-        x = None
+        index = nnx_rules.decision(region.rules, path, module)
+        decided = product = x = None
+        if index is not None:
+            decided = Decision(region.rules[index], index, region)
+        if is_layer:
+            product = nnx_rules.product(module)
         if name in calls:
             # the rows of all experts are recorded as a batch of each expert's
-            batch_dims = int(attribute == "ragged_dot")
+            batch_dims = int(attributes[id(module)] == "ragged_dot")
             x = calls[name].x_shape[batch_dims:]
+        shapes = x, _kernel(module)
         if product is None:
-            if decided is not None and decided.rule.recipe is not None:
+            if is_layer and decided is not None and decided.rule.recipe is not None:
                 rows.use(decided)
                 decided = None  # the code has overridden the rule
-            rows.add_other(name, layer, decided, True, x, _kernel(layer))
+            rows.add_other(name, module, decided, is_layer, *shapes)
             continue
         named = product.recipe if product.names_recipe else None
-        shapes = x, _kernel(layer)
-        row = rows.add_product(name, layer, named, product.recipe, decided, *shapes)
+        row = rows.add_product(name, module, named, product.recipe, decided, *shapes)
         owner = owners.setdefault(id(product), name)
         if owner != name:
             row["why"] += f"; shares the product and the state of {owner}"
         if (args or kwargs) and x is None:
             row["why"] += "; not called"
-    # 2. Report modules without a product where a rule matches the module in vain.
-    for path, module in nnx.iter_modules(model):
-        if id(module) not in known and not isinstance(module, _Fp8Product):
-            shapes = None, _kernel(module)
-            name = "/".join(map(str, path))
-            rows.add_other(name, module, decide(path, module), False, *shapes)
     return rows
 
 

@@ -169,20 +169,17 @@ def _lines(histories) -> dict[str, dict[str, np.ndarray]]:
     line.
     """
     steps = [_measured(f"plot: histories[{i}]", x) for i, x in enumerate(histories)]
-    if not steps:
-        raise ValueError(
-            "plot: histories: expected a list of variable trees, got an empty one"
-        )
     # A line follows one quantizer over the steps, so all trees need the same quantizers
     # in one order.
-    if any(step.names != steps[0].names for step in steps):
+    different = {step.names for step in steps}
+    if len(different) != 1:
         raise ValueError(
-            "plot: histories: expected trees with the same quantizers, got others "
-            "after the first"
+            "plot: histories: expected variable trees with the same quantizers, got "
+            f"{len(steps)} trees with {len(different)} different sets of quantizers"
         )
     lines = defaultdict(dict)
     values = np.stack([step.values for step in steps], axis=-1)
-    for name, over_steps in zip(steps[0].names, values, strict=True):
+    for name, over_steps in zip(*different, values, strict=True):
         path, _, kind = name.rpartition("/")
         layer, _, quantizer = path.rpartition("/")
         operand, bracket, index = quantizer.partition("[")

@@ -2,13 +2,7 @@
 gradients that are not finite.
 """
 
-from ._floats import (
-    all_finite,
-    first_nonfinite,
-    first_nonfinite_index,
-    leaf_names,
-    select,
-)
+from ._floats import all_finite, first_nonfinite, select
 from ._loss_scale import DynamicLossScale, value_and_grad
 from ._policy import Policy
 
@@ -17,8 +11,6 @@ __all__ = [
     "Policy",
     "all_finite",
     "first_nonfinite",
-    "first_nonfinite_index",
-    "leaf_names",
     "select",
     "value_and_grad",
 ]

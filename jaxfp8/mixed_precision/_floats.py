@@ -2,6 +2,7 @@
 not; whether all are finite.
 """
 
+import itertools
 from typing import Any
 
 import jax
@@ -29,8 +30,7 @@ def is_inexact(leaf) -> bool:
     """Return whether `leaf` is a Python float, or an array of floats or complex
     numbers.
     """
-    is_complex = getattr(leaf, "dtype", None) in (np.complex64, np.complex128)
-    return is_complex or is_float(leaf) or isinstance(leaf, (float, complex))
+    return is_float(leaf) or isinstance(leaf, float) or np.iscomplexobj(leaf)
 
 
 def outside_state(tree) -> tuple[_state_tree.StateTree, list[int]]:
@@ -122,48 +122,6 @@ def select(finite: jax.typing.ArrayLike, new: Tree, old: Tree) -> Tree:
     return jax.tree.map(choose, new, old)
 
 
-def leaf_names(tree: Any, order: Any = None) -> tuple[str, ...]:
-    """Return the paths of the leaves that `all_finite` reads, in the order of
-    `first_nonfinite_index`.
-
-    Args:
-        tree: gradients.
-        order: parts of paths that name layers, in the order of the forward pass:
-            `["embed", "layers/0", "layers/1", "head"]`. The result is then in the
-            reverse of this order, in which the backward pass meets the layers: the
-            layer nearest to the loss first, leaves of no layer in `order` last. None
-            keeps the order of the tree, which for dicts is alphabetical and not that of
-            the model.
-
-    Raises:
-        ValueError: `order` names a layer that the tree does not have.
-    """
-    return tuple(name for name, _ in _gradients(tree, order))
-
-
-def first_nonfinite_index(tree: Any, order: Any = None) -> jax.Array:
-    """Find the first gradient with an Inf or NaN under `jit`: an index into
-    `leaf_names(tree, order)`, or -1.
-
-    Args:
-        tree: gradients.
-        order: as in `leaf_names`.
-
-    Returns:
-        i32[], the same on all devices.
-
-    Raises:
-        ValueError: `order` names a layer that the tree does not have.
-    """
-    gradients = _gradients(tree, order)
-    if not gradients:
-        return jnp.int32(-1)
-    # `argmax` gives the first True. It gives 0 if no flag is True, so `any` has to tell
-    # that case apart.
-    bad = _nonfinite(gradients)
-    return jnp.where(jnp.any(bad), jnp.argmax(bad).astype(jnp.int32), np.int32(-1))
-
-
 def first_nonfinite(tree: Any, order: Any = None) -> str | None:
     """Return the path of the first gradient that holds an Inf or NaN, or None; outside
     of `jit`.
@@ -176,14 +134,31 @@ def first_nonfinite(tree: Any, order: Any = None) -> str | None:
     Args:
         tree: gradients: a variables dict, an NNX state, any tree. FP8 state in the tree
             does not count.
-        order: as in `leaf_names`.
+        order: parts of paths that name layers, in the order of the forward pass:
+            `["embed", "layers/0", "layers/1", "head"]`. Of several layers with an Inf
+            or NaN the last one is named, which the backward pass meets first; leaves of
+            no layer in `order` come last. None keeps the order of the tree, which for
+            dicts is alphabetical and not that of the model.
 
     Raises:
         ValueError: `order` names a layer that the tree does not have.
     """
-    names = leaf_names(tree, order)
-    index = int(first_nonfinite_index(tree, order))
-    return names[index] if index >= 0 else None
+    gradients = _gradients(tree)
+    names = [name for name, _ in gradients]
+    depths = dict.fromkeys(names, -1)
+    for depth, layer in enumerate(order or ()):
+        # The parts of a layer are side by side in a path: `Dense_0` in
+        # `params/Dense_0/kernel`.
+        parts = f"/{layer.strip('/')}/"
+        below = [name for name in names if parts in f"/{name}/"]
+        if not below:
+            raise ValueError(
+                f"first_nonfinite: order: expected the names of layers in {names}, got "
+                f"{layer!r}"
+            )
+        depths |= dict.fromkeys(below, depth)
+    bad = itertools.compress(names, np.asarray(_nonfinite(gradients)))
+    return max(bad, key=depths.get, default=None)
 
 
 def _nonfinite(gradients):
@@ -200,29 +175,11 @@ def _nonfinite(gradients):
     return lax.pmax(bad.astype(jnp.int32), tuple(axes)) > 0 if axes else bad
 
 
-def _gradients(tree, order=None) -> list[tuple[str, Any]]:
-    """Return the paths and values of the float leaves that are not state, in the order
-    of `leaf_names`.
-    """
+def _gradients(tree) -> list[tuple[str, Any]]:
+    """Return the paths and values of the float leaves that are not state."""
     flat, positions = outside_state(tree)
     gradients = []
     for i in positions:
         if is_inexact(flat.leaves[i]):
             gradients.append((flat.name(i), flat.leaves[i]))
-    depths = {}
-    for depth, layer in enumerate(order or ()):
-        # The parts of a layer are side by side in a path: `Dense_0` in
-        # `params/Dense_0/kernel`.
-        parts = f"/{layer.strip('/')}/"
-        below = [name for name, _ in gradients if parts in f"/{name}/"]
-        if not below:
-            names = [name for name, _ in gradients]
-            raise ValueError(
-                f"first_nonfinite: order: expected the names of layers in {names}, got "
-                f"{layer!r}"
-            )
-        depths |= dict.fromkeys(below, depth)
-    # The layer nearest to the loss comes first; leaves of no layer in `order` come
-    # last. Sorting is stable.
-    gradients.sort(key=lambda gradient: depths.get(gradient[0], -1), reverse=True)
     return gradients

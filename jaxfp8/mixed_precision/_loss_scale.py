@@ -20,7 +20,11 @@ from ._floats import is_inexact, map_outside_state
 _UNSET = object()
 
 
-@jax.tree_util.register_dataclass
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["value", "good_steps"],
+    meta_fields=["growth_factor", "backoff_factor", "growth_interval"],
+)
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale:
     """A loss scale that grows after a number of finite steps and shrinks when a
@@ -64,9 +68,9 @@ class DynamicLossScale:
     """
 
     init_scale: dataclasses.InitVar[float] = 2.0**16
-    growth_factor: float = dataclasses.field(default=2.0, metadata={"static": True})
-    backoff_factor: float = dataclasses.field(default=0.5, metadata={"static": True})
-    growth_interval: int = dataclasses.field(default=2000, metadata={"static": True})
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
     value: Any = dataclasses.field(default=_UNSET, kw_only=True)
     good_steps: Any = dataclasses.field(default=_UNSET, kw_only=True)
 
@@ -80,9 +84,9 @@ class DynamicLossScale:
                 "a number from 2**-126 to 2**126",
                 lambda scale: _scaling.MIN_SCALE <= scale <= _scaling.MAX_SCALE,
             )
-            object.__setattr__(self, "value", jnp.asarray(np.float32(init_scale)))
+            object.__setattr__(self, "value", jnp.float32(init_scale))
         if self.good_steps is _UNSET:
-            object.__setattr__(self, "good_steps", jnp.asarray(np.int32(0)))
+            object.__setattr__(self, "good_steps", jnp.int32(0))
         _check(
             self.growth_factor,
             "growth_factor",
@@ -113,7 +117,7 @@ class DynamicLossScale:
         Args:
             tree: a loss, or any tree.
         """
-        return self._times(self.value, tree)
+        return _times(self.value, tree)
 
     def unscale(self, tree: Any) -> Any:
         """Divide `tree` by `value`, in f32 or wider: for gradients, before clipping and
@@ -128,7 +132,7 @@ class DynamicLossScale:
                 state, any tree.
         """
         value = jnp.asarray(self.value, jnp.float32)
-        return self._times(_scaling.round_quotient(jnp.ones_like(value), value), tree)
+        return _times(_scaling.round_quotient(jnp.ones_like(value), value), tree)
 
     def adjust(self, finite: jax.typing.ArrayLike) -> "DynamicLossScale":
         """Return the loss scale for the next step.
@@ -159,19 +163,6 @@ class DynamicLossScale:
         value = jnp.where(finite, jnp.where(grows, grown, value), shrunk)
         good_steps = jnp.where(finite & ~grows, good_steps, np.int32(0))
         return dataclasses.replace(self, value=value, good_steps=good_steps)
-
-    @staticmethod
-    def _times(factor, tree):
-        def times(leaf):
-            if not is_inexact(leaf):
-                return leaf
-            leaf = jnp.asarray(leaf)
-            # In float16 the product would overflow, and the quotient would flush to
-            # zero again.
-            dtype = promoted(leaf.dtype, jnp.float32)
-            return leaf.astype(dtype) * jnp.asarray(factor).astype(dtype)
-
-        return map_outside_state(times, tree)
 
 
 def value_and_grad(
@@ -210,6 +201,21 @@ def value_and_grad(
         return out, loss_scale.unscale(gradients)
 
     return value_and_gradients
+
+
+def _times(factor, tree):
+    """Multiply the floats of a tree, but FP8 state, in f32 or wider."""
+
+    def times(leaf):
+        if not is_inexact(leaf):
+            return leaf
+        leaf = jnp.asarray(leaf)
+        # In float16 the product would overflow, and the quotient would flush to zero
+        # again.
+        dtype = promoted(leaf.dtype, jnp.float32)
+        return leaf.astype(dtype) * jnp.asarray(factor).astype(dtype)
+
+    return map_outside_state(times, tree)
 
 
 def _check(value, name, expected, is_right):

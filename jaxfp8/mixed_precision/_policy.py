@@ -185,16 +185,17 @@ class Policy:
             ValueError: the table has no such operation.
         """
         name = like or getattr(function, "__name__", repr(function))
+        dtype = self.dtype_of(name)
         # Only products and convolutions narrow their inputs: elsewhere wider floats
         # stay.
-        dtype = self.dtype_of(name)
         narrows = _kind_of(name) == _COMPUTE
 
         @functools.wraps(function)
         def cast_and_call(*args, **kwargs):
-            # The widest dtype of the inputs is known in the call only.
-            to = dtype or _widest_of((args, kwargs))
-            args, kwargs = _cast((args, kwargs), to, narrows)
+            if dtype is None:  # by JAX's promotion, also where it is strict
+                with jax.numpy_dtype_promotion("standard"):
+                    return function(*args, **kwargs)
+            args, kwargs = _cast((args, kwargs), dtype, narrows)
             return function(*args, **kwargs)
 
         return cast_and_call
@@ -220,11 +221,6 @@ def _cast(tree, dtype, narrows=True):
         return leaf.astype(dtype if narrows else promoted(leaf.dtype, dtype))
 
     return map_outside_state(cast, tree)
-
-
-def _widest_of(tree):
-    dtypes = [jnp.result_type(leaf) for leaf in jax.tree.leaves(tree) if is_float(leaf)]
-    return promoted(*dtypes) if dtypes else jnp.float32
 
 
 def _float_dtype(where, dtype) -> np.dtype:

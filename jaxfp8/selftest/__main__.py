@@ -25,25 +25,20 @@ def jobs(ops: list[str], platform: str | None) -> list[list[str]]:
     On a GPU each check has a process of its own, so that its launch is the first in the
     process. A TPU serves one process at a time.
     """
-    names = ["training", *[f"values:{op}" for op in ops]]
-    if platform == "cuda":
-        names += [f"graph:{op}" for op in ops]
-        return [[name] for name in names]
-    if platform == "tpu":
-        return [names]
-    # On a CPU two processes share the checks.
-    return [names[::2], names[1::2]]
+    names = ["training", *ops]
+    processes = {"cuda": len(names), "tpu": 1}.get(platform, 2)
+    return [names[i::processes] for i in range(processes)]
 
 
 def remedy(rows: list[dict]) -> str:
     """Return the setting that switches off the ops that failed and those that are off;
     "" where it would not help.
     """
-    failed = [row["check"] for row in rows if row["status"] == "failed"]
-    bad = sorted({name.partition(":")[2] for name in failed} - {""})
+    failed = {row["check"] for row in rows if row["status"] == "failed"}
     # Without a device or a library no op runs, so switching off some of them would not
     # help.
-    if not bad or "machine" in failed:
+    bad = sorted(failed - {"training"})
+    if not bad or "machine" in bad:
         return ""
     off = os.environ.get(_support.VARIABLE, "").split(",")
     names = dict.fromkeys(filter(None, [*off, *bad]))
@@ -68,9 +63,9 @@ def main(argv: list[str] | None = None) -> int:
     passed = all(row["status"] == "passed" for row in rows)
     seconds = time.perf_counter() - start
     if args.json:
-        report = {"passed": passed, "seconds": seconds}
+        report = {"passed": passed, "seconds": seconds, "rows": rows}
         with open(args.json, "w") as file:
-            json.dump(report | {"rows": rows, "environment": about}, file, indent=1)
+            json.dump(report | {"environment": about}, file, indent=1)
     # What failed is above the last line, where a reader begins.
     rows.sort(key=lambda row: row["status"] == "failed")
     print(table(rows, _COLUMNS))

@@ -22,8 +22,8 @@ _spawned = multiprocessing.get_context("spawn")
 
 
 def work(names: list[str], send: Callable[[dict], None]) -> None:
-    """Run checks in this process, such as "training" and "values:amax", and send a row
-    for each.
+    """Run checks in this process, "machine", "training" or that of an op by its name,
+    and send a row for each.
 
     A check that raises is the last one in the process: a failed launch on a GPU would
     fail every later check.
@@ -32,9 +32,10 @@ def work(names: list[str], send: Callable[[dict], None]) -> None:
         start = time.perf_counter()
         has_raised = False
         try:
-            kind, _, op = name.partition(":")
-            check = getattr(_checks, kind)
-            row = check(op) if op else check()
+            if name in ("machine", "training"):
+                row = getattr(_checks, name)()
+            else:
+                row = _checks.values(name)
         except Exception as error:  # a broken kernel or installation may raise anything
             has_raised = True
             detail = f"{type(error).__name__}: {error}"[:2000]

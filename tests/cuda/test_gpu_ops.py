@@ -70,9 +70,8 @@ def test_first_launches_in_graphs(tmp_path):
         row["check"]: row["status"]
         for row in json.loads((tmp_path / "found.json").read_text())["rows"]
     }
-    assert {rows[f"graph:{op}"] for op in _ffi._TARGETS["CUDA"]} == {"passed"}, (
-        done.stdout
-    )
+    assert rows.keys() >= _ffi._TARGETS["CUDA"].keys()
+    assert set(rows.values()) == {"passed"}, done.stdout
 
 
 @pytest.mark.alone

@@ -44,9 +44,9 @@ def test_errors():
     one = {"up": jaxfp8.init_state(jaxfp8.DelayedScaling(amax_history_len=2))}
     for histories, error, match in (
         (one["up"], TypeError, "not iterable"),
-        ([], ValueError, "a list of variable trees, got an empty one"),
+        ([], ValueError, "the same quantizers, got 0 trees with 0"),
         (one, ValueError, r"plot: histories\[0\]: expected a tree"),
-        ([one, {"down": one["up"]}], ValueError, "trees with the same quantizers"),
+        ([one, {"down": one["up"]}], ValueError, "got 2 trees with 2 different sets"),
         (
             [{"a": np.ones(2)}],
             ValueError,

@@ -16,13 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from parametrize import each_row
 
 import jaxfp8
-from jaxfp8.mixed_precision import (
-    all_finite,
-    first_nonfinite,
-    first_nonfinite_index,
-    leaf_names,
-    select,
-)
+from jaxfp8.mixed_precision import all_finite, first_nonfinite, select
 
 OWG = jaxfp8.OVERWRITE_WITH_GRADIENT
 DEVICES = 8
@@ -165,16 +159,6 @@ def test_which_layer():
     ), "of no layer named: last"
 
 
-@pytest.mark.parametrize("order", [None, ORDER])
-def test_under_jit(order):
-    index = jax.jit(lambda grads: first_nonfinite_index(grads, order))
-    names = leaf_names(layers(), order)
-    assert len(names) == 12 and len(set(names)) == 12
-    assert index(layers()) == -1 and index(layers()).dtype == jnp.int32
-    for bad in (ORDER[:1], ORDER[:3], ORDER[2:5], ORDER):
-        assert names[index(layers(*bad))] == first_nonfinite(layers(*bad), order)
-
-
 def test_nnx():
     model = nnx.Sequential(
         nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Linear(3, 2, rngs=nnx.Rngs(1))
@@ -216,14 +200,14 @@ def test_arrays_cut_by_jit():
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     with jax.set_mesh(mesh):
         grads = jax.device_put(gradients(bad=True), shardings)
-        finite, index, got = jax.jit(
+        finite, got = jax.jit(
             lambda g: (
                 all_finite(g),
-                first_nonfinite_index(g),
                 select(all_finite(g), jax.tree.map(jnp.negative, g), g),
             )
         )(grads)
-    assert not finite and index == 0
+        assert first_nonfinite(grads) == "cut"
+    assert not finite
     assert_same_bits(got, grads)
     assert got["cut"].sharding.is_equivalent_to(shardings["cut"], 2)
 
@@ -248,22 +232,20 @@ def test_gradients_that_differ_in_shard_map(check_vma, shape, bad):
         seen = lax.pcast(seen, axes, to="varying") if check_vma else seen
         return (
             finite,
-            first_nonfinite_index(grads),
             seen,
             select(finite, jax.tree.map(jnp.negative, grads), grads),
         )
 
     specs = {"cut": P(axes), "whole": P()}
-    finite, index, seen, got = in_shard_map(
+    finite, seen, got = in_shard_map(
         function,
         mesh,
         check_vma,
         in_specs=(specs,),
-        out_specs=(P(), P(), P(axes), specs),
+        out_specs=(P(), P(axes), specs),
     )(gradients(bad))
     assert seen.tolist() == [not bad] * DEVICES
     assert finite == (not bad)
-    assert index == (0 if bad else -1)
     sign = 1 if bad else -1
     jax.tree.map(
         lambda a, b: np.testing.assert_array_equal(a, sign * b), got, gradients(bad)

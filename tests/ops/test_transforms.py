@@ -63,9 +63,6 @@ def members(op, index):
     for parts in zip(*(arguments for _, arguments, *_ in calls), strict=True):
         part = np.stack(parts)
         arguments.append(part.reshape(OUTER, INNER, *part.shape[1:]))
-    if "matmul" in op:
-        # sums of whole numbers
-        arguments[:2] = (x.astype(F32).round().astype(x.dtype) for x in arguments[:2])
     if op == "ragged_matmul":
         arguments[-1] = GROUP_SIZES
     if op == "quantize_norm":

@@ -29,16 +29,16 @@ def test_one_op(tmp_path):
     printed = run(*arguments, JAXFP8_DISABLE="amax").stdout
     found = json.loads(path.read_text())
     rows = {row["check"]: row for row in found["rows"]}
-    assert set(rows) == {"machine", "training", "values:amax"}
+    assert set(rows) == {"machine", "training", "amax"}
     assert found["passed"] and {row["status"] for row in found["rows"]} == {"passed"}
     assert found["environment"]["versions"] == json.loads(
         json.dumps(_machine.versions())
     )
     assert found["environment"]["settings"]["JAXFP8_DISABLE"] == "amax"
     detail = "7 cases, 0 by the custom call; JAXFP8_DISABLE names amax"
-    assert rows["values:amax"]["detail"] == detail
-    assert 0 < rows["values:amax"]["seconds"] < found["seconds"]
-    assert f"passed  values:amax  {detail}\n" in printed
+    assert rows["amax"]["detail"] == detail
+    assert found["seconds"] > 0
+    assert f"passed  amax      {detail}\n" in printed
     assert printed.splitlines()[-1].startswith("passed in")
 
 
@@ -51,7 +51,7 @@ def test_every_op(tmp_path):
     on_cpu = next(
         library.ops for library in _ffi.LIBRARIES if library.platform == "cpu"
     )
-    assert {op for op in _op_calls.OPS if rows[f"values:{op}"]["custom_calls"]} == set(
+    assert {op for op in _op_calls.OPS if rows[op]["custom_calls"]} == set(
         on_cpu
     ) & set(_op_calls.OPS)
 
@@ -78,13 +78,15 @@ def test_a_failed_op(rows, monkeypatch, capsys, tmp_path):
     say so.
     """
     monkeypatch.setenv("JAXFP8_DISABLE", "write_histories,amax")
-    rows["graph:quantize_norm"] = {"status": "failed", "detail": "crashed (SIGSEGV)"}
-    rows["values:amax"] = {"status": "failed", "detail": "a bit"}
+    rows["training"] = {"status": "failed", "detail": "a state"}
+    rows["quantize_norm"] = {"status": "failed", "detail": "crashed (SIGSEGV)"}
+    rows["amax"] = {"status": "failed", "detail": "a bit"}
     assert command.main(["--json", str(tmp_path / "found.json")]) == 1
     printed = capsys.readouterr().out
-    *passed, amax, norm, remedy, _ = printed.splitlines()
-    assert amax.split() == "failed values:amax a bit".split()
-    assert norm.split() == "failed graph:quantize_norm crashed (SIGSEGV)".split()
+    *passed, training, amax, norm, remedy, _ = printed.splitlines()
+    assert training.split() == "failed training a state".split()
+    assert amax.split() == "failed amax a bit".split()
+    assert norm.split() == "failed quantize_norm crashed (SIGSEGV)".split()
     assert not any("failed" in line for line in passed)
     switch = "set JAXFP8_DISABLE=write_histories,amax,quantize_norm"
     assert remedy == f"until it is repaired, {switch}"
@@ -97,7 +99,7 @@ def test_a_backend_that_does_not_start(rows, monkeypatch, capsys):
     monkeypatch.setattr(_machine, "devices", lambda: 1 / 0)
     rows["machine"] = row = _checks.machine()
     assert row["status"] == "failed"
-    rows["values:amax"] = {"status": "failed", "detail": "RuntimeError: no CUDA"}
+    rows["amax"] = {"status": "failed", "detail": "RuntimeError: no CUDA"}
     assert command.main([]) == 1
     printed = capsys.readouterr().out
     assert re.search("failed +machine +ZeroDivisionError: division by zero\n", printed)
