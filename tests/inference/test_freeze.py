@@ -222,6 +222,31 @@ def test_nnx_layers_that_compute_their_kernel(computed):
         jaxfp8.freeze(model, X)
 
 
+def test_nnx_products_that_other_methods_run():
+    """A layer's product may run in any method; one of several layers has no name."""
+
+    class Tied(nnx.Linear):
+        def attend(self, x):
+            return self.dot_general(x, self.kernel[...], ROWS_BY_COLUMNS)
+
+    class Model(nnx.Module):
+        def __init__(self, *products):
+            rngs = nnx.Rngs(0)
+            up, down = (Tied(K, K, dot_general=p, rngs=rngs) for p in products)
+            self.up, self.down = up, down
+
+        def __call__(self, x):
+            return self.up.attend(self.down(x))
+
+    shared, other = (models.product(jaxfp8.Float8CurrentScaling()) for _ in range(2))
+    model = Model(shared, other)
+    y = model(X)
+    assert_same_bits(jaxfp8.freeze(model, X)(X), y)
+    assert not isinstance(model.up.kernel, nnx.Param)
+    with pytest.raises(ValueError, match="freeze: model: expected layers that call a"):
+        jaxfp8.freeze(Model(shared, shared), X)
+
+
 def test_policies_leave_codes_and_scales_alone():
     policy = jaxfp8.mixed_precision.Policy.parse("bf16")
     model, _, frozen = models.linen("Dense, bf16")
