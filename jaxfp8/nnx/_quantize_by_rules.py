@@ -224,6 +224,7 @@ def _new_product(layer, attribute, rules: tuple[Rule, ...], index: int, stacked)
         return _InHighPrecision(plain, f"rule {index} says None")
     cls = type(layer) if attribute is None else PRODUCTS[attribute]
     new_product = cls(rule.layer_recipe)
+    new_product.named_layers = rule.layers
     state = nnx.state(new_product, OverwriteWithGradient)
 
     def stack(leaf):
