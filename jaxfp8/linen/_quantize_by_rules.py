@@ -282,17 +282,14 @@ def _hand_out(model, name: str, value):
     is_own = name.startswith("_") or name == "parent"
     if is_own or _is_intercepting.value or vars(model).get("scope") is None:
         return value
-    if not isinstance(value, (nn.Module, list, tuple, dict, core.FrozenDict)):
+    if not isinstance(value, (nn.Module, tuple, core.FrozenDict)):
         return value
-    return jax.tree.map(_with_interceptor, value, is_leaf=_is_module)
-
-
-def _is_module(leaf) -> bool:
-    return isinstance(leaf, nn.Module)
+    return jax.tree.map(_with_interceptor, value)
 
 
 def _with_interceptor(leaf):
-    if not _is_module(leaf) or isinstance(leaf, _Quantized) or leaf.scope is None:
+    is_plain = isinstance(leaf, nn.Module) and not isinstance(leaf, _Quantized)
+    if not is_plain or leaf.scope is None:
         return leaf
     # `setup` runs again in the new module, and the rewound scope has the names free
     # that `setup` took before.
@@ -357,15 +354,14 @@ def _intercepting(model):
 
 def _run_layer(decided: Decision, next_method, args, kwargs, context):
     """Run a method of a layer with the recipe of its rule."""
-    layer, recipe = context.module, decided.rule.recipe
-    if recipe is None:
-        reason = f"rule {decided.index} says None"
-        with _with_recipe(layer, decided.rule), _contexts.high_precision(reason):
-            return next_method(*args, **kwargs)
+    layer, rule = context.module, decided.rule
     function = getattr(context.orig_method, "func", None)
-    if function is nn.Einsum.__call__.__wrapped__:
-        return _einsum_layer(layer, recipe, *args, **kwargs)
-    with _with_recipe(layer, decided.rule):
+    reason = contextlib.nullcontext()
+    if rule.recipe is None:
+        reason = _contexts.high_precision(f"rule {decided.index} says None")
+    elif function is nn.Einsum.__call__.__wrapped__:
+        return _einsum_layer(layer, rule.recipe, *args, **kwargs)
+    with _with_recipe(layer, rule), reason:
         return next_method(*args, **kwargs)
 
 
@@ -380,16 +376,12 @@ def _with_recipe(layer, rule: Rule):
     elif rule.recipe is not None:
         cls = make_dot_general_cls(rule.recipe)
         fields = {"dot_general_cls": cls, "dot_general": None}
-    before = {}
+    before = {name: vars(layer)[name] for name in fields.keys() & vars(layer).keys()}
+    vars(layer).update((name, fields[name]) for name in before)
     try:
-        for name, value in fields.items():
-            if name in layer.__dataclass_fields__:
-                before[name] = getattr(layer, name)
-                object.__setattr__(layer, name, value)
         yield
     finally:
-        for name, value in before.items():
-            object.__setattr__(layer, name, value)
+        vars(layer).update(before)
 
 
 def _einsum_layer(layer, recipe, inputs, einsum_str=None):

@@ -11,6 +11,7 @@ from flax import nnx
 from .._jax._trees import is_array
 from ..dot import _contexts
 from ._dot_general import _Fp8Product
+from ._layers_by_rule import subclass
 from ._quantize_by_rules import layers, product
 
 
@@ -71,10 +72,7 @@ def _named(base):
         with _contexts.layer(path), jax.named_scope(path):
             return base.__call__(self, *args, **kwargs)
 
-    namespace = {"__call__": __call__, "inspected_path": None}
-    for name in ("__module__", "__qualname__", "__doc__"):
-        namespace[name] = getattr(base, name)
-    return type(base)(base.__name__, (base,), namespace)
+    return subclass(base, __call__=__call__, inspected_path=None)
 
 
 def _set_names(top) -> None:

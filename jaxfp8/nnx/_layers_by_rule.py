@@ -65,13 +65,22 @@ def _together(module, named: NamedLayers) -> nnx.Module:
 
 @functools.cache
 def _class_of(plain_class, named: NamedLayers) -> type[nnx.Module]:
-    class Together(plain_class):
-        _fp8_layers, _fp8_class = named, plain_class
-        __call__, __reduce_ex__ = _call, _reduce
+    return subclass(
+        plain_class,
+        _fp8_layers=named,
+        _fp8_class=plain_class,
+        __call__=_call,
+        __reduce_ex__=_reduce,
+    )
 
-    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
-        setattr(Together, name, getattr(plain_class, name))
-    return Together
+
+def subclass(base, **namespace):
+    """Return a subclass of a module class that has its name and documentation, and
+    these attributes.
+    """
+    for name in ("__module__", "__qualname__", "__doc__"):
+        namespace[name] = getattr(base, name)
+    return type(base)(base.__name__, (base,), namespace)
 
 
 def _parameters(layers, named: NamedLayers) -> dict[str, Parameters] | None:

@@ -285,7 +285,7 @@ class Optimizer(nnx.Optimizer):
         state = nnx.state(model, OverwriteWithGradient, graph=graph)
         self._keep_mini_steps(_steps.begin(nnx.as_pure(self.opt_state), state), state)
 
-    def update(self, model: Any, *grads: Any, **kwargs: Any) -> optax.Updates | None:
+    def update(self, model: Any, grads: Any, /, **kwargs: Any) -> optax.Updates | None:
         """Update as `nnx.Optimizer.update` does; FP8 state is float32 then, whatever
         cast the model went through.
 
@@ -298,16 +298,14 @@ class Optimizer(nnx.Optimizer):
             ValueError: `grads` hold no state, or state that was summed, averaged,
                 clipped or unscaled; see `jaxfp8.update_state`.
         """
-        if len(grads) != 1:
-            return super().update(model, *grads, **kwargs)
         old, new = (
             nnx.state(tree, OverwriteWithGradient, graph=self.graph)
-            for tree in (model, *grads)
+            for tree in (model, grads)
         )
         expect_state(_state_tree.flatten(old), _state_tree.flatten(new).by_path())
         # 1. Let `tx` see parameters alone.
         variables = (
-            nnx.state(tree, self.wrt, graph=self.graph) for tree in (model, *grads)
+            nnx.state(tree, self.wrt, graph=self.graph) for tree in (model, grads)
         )
         kwargs = {name: self._of_parameters(x) for name, x in kwargs.items()}
         params, gradients, opt_state, extra = map(
