@@ -156,7 +156,7 @@ class _Quantized:
     Attributes:
         _fp8_rules: the rules of the model; empty for a submodule that was handed out.
         _fp8_class: the class of the plain model.
-        _fp8_has_checked: whether a warning of rules that match no layer was due.
+        _fp8_has_checked: whether the rules were compared with a model's layers.
     """
 
     _fp8_has_checked: bool
@@ -309,8 +309,7 @@ def _intercepting(model):
     if _is_intercepting.value:
         yield
         return
-    # By the names that rules have for them: of each layer that ran, whether a rule
-    # gives it FP8, and other modules.
+    # The layers that ran, and other modules, by the names that rules have for them.
     layers, modules = {}, {}
 
     def intercept(next_method, args, kwargs, context):
@@ -319,17 +318,14 @@ def _intercepting(model):
         # 1. Restore the path in a scope that a lifted transform made: blocks in nn.jit
         #    that this module makes need it.
         object.__setattr__(module, "scope", restore_path(module.scope))
-        # 2. Find the rule of a layer, and note whether it gives the layer FP8.
+        # 2. Find the rule of a layer, and note what ran.
         has_product = is_layer(module)
         decided = decision(module) if has_product else None
-        gives_fp8 = decided is not None and decided.rule.recipe is not None
         # A module that holds a product is a layer too.
         names = layer_names(module.path, isinstance(module, Fp8Module), model.path)
-        for name in () if is_compared.get() else names:
-            if has_product:
-                layers[name] = layers.get(name, False) or gives_fp8
-            else:
-                modules[name] = module
+        if not is_compared.get():
+            ran = layers if has_product else modules
+            ran.update(dict.fromkeys(names, module))
         # 3. Run the module with the recipe of its rule, with layers that run together,
         #    or as it is.
         rule = None
