@@ -49,10 +49,10 @@ class FrozenKernel(_frozen.Placeholder, meta.AxisMetadata):
             ValueError: a layer of Flax without an FP8 product reads the kernel.
         """
         layer = _mistakes.running_module()
-        decided = None if layer is None else decision(layer)
-        _mistakes.refuse_frozen_kernel(
-            layer, decided is not None and decided.rule.recipe is not None
-        )
+        if layer is not None:
+            decided = decision(layer)
+            has_rule = decided is not None and decided.rule.recipe is not None
+            _mistakes.refuse_frozen_kernel(layer, has_rule)
         return self.stand_in()
 
     def replace_boxed(self, val):

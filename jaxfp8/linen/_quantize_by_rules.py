@@ -17,7 +17,6 @@ transforms, `setup` or other modules make get their rules where they run.
 import contextlib
 import functools
 import threading
-import weakref
 from typing import NamedTuple
 
 import jax
@@ -100,9 +99,8 @@ def quantize(model: Tree, rules: Rules) -> Tree:
             f"{type(model).__name__} with variables; call quantize outside of apply "
             "and of modules' methods, or make the module with parent=None"
         )
-    plain = model.clone()
-    if isinstance(model, _Quantized):
-        rules, plain = rules + model._fp8_rules, _plain(plain)
+    plain = _plain(model.clone())
+    rules += getattr(model, "_fp8_rules", ())
     return _with_rules(plain, rules) if rules else plain
 
 
@@ -159,7 +157,7 @@ class _Quantized:
         _fp8_has_checked: whether the rules were compared with a model's layers.
     """
 
-    _fp8_has_checked: bool
+    _fp8_has_checked = False
     _fp8_rules: tuple[Rule, ...]
     _fp8_class: type[nn.Module]
 
@@ -206,33 +204,24 @@ def _set_scope(model, scope) -> None:
     vars(model)["scope"] = scope
 
 
-_classes = weakref.WeakValueDictionary()
+# Two threads that made the class of one model would get two.
 _classes_lock = threading.Lock()
 
 
+@functools.cache
 def _quantized_class(plain_class, rules: tuple[Rule, ...]) -> type[nn.Module]:
-    """Get the subclass for a class and rules: the same object in all threads, as long
-    as a model has this class.
-    """
-    with _classes_lock:
-        quantized = _classes.get((plain_class, rules))
-        if quantized is None:
-            namespace = {
-                "_fp8_rules": rules,
-                "_fp8_class": plain_class,
-                "_fp8_has_checked": False,
-            }
-            for name in _OF_PLAIN_CLASS:
-                namespace[name] = getattr(plain_class, name)
-            for name in dir(plain_class):
-                method = getattr(plain_class, name, None)
-                if hasattr(method, _WRAPPED) and name != "setup":
-                    namespace[name] = _method(method)
-            quantized = type(plain_class.__name__, (_Quantized, plain_class), namespace)
-            # each module class has a `scope` of its own from Flax
-            quantized.scope = property(_scope, _set_scope)
-            _classes[plain_class, rules] = quantized
-        return quantized
+    """Make the subclass for a class and rules, once."""
+    namespace = {"_fp8_rules": rules, "_fp8_class": plain_class}
+    for name in _OF_PLAIN_CLASS:
+        namespace[name] = getattr(plain_class, name)
+    for name in dir(plain_class):
+        method = getattr(plain_class, name, None)
+        if hasattr(method, _WRAPPED) and name != "setup":
+            namespace[name] = _method(method)
+    quantized = type(plain_class.__name__, (_Quantized, plain_class), namespace)
+    # each module class has a `scope` of its own from Flax
+    quantized.scope = property(_scope, _set_scope)
+    return quantized
 
 
 # What a subclass would get anew.
@@ -261,11 +250,13 @@ def _method(method):
 
 
 def _with_rules(plain: nn.Module, rules: tuple[Rule, ...]) -> nn.Module:
-    return _with_class(_quantized_class(type(plain), rules), plain)
+    with _classes_lock:
+        cls = _quantized_class(type(plain), rules)
+    return _with_class(cls, plain)
 
 
-def _plain(quantized: nn.Module) -> nn.Module:
-    return _with_class(quantized._fp8_class, quantized)
+def _plain(module: nn.Module) -> nn.Module:
+    return _with_class(getattr(module, "_fp8_class", type(module)), module)
 
 
 def _with_class(cls, module):
@@ -335,9 +326,7 @@ def _intercepting(model):
             return _run_layer(decided, next_method, args, kwargs, context)
         if rule is None:
             return next_method(*args, **kwargs)
-        plain = module.clone(parent=None)
-        if isinstance(plain, _Quantized):
-            plain = _plain(plain)
+        plain = _plain(module.clone(parent=None))
         with run_together(args, kwargs, context, plain, rule):
             return next_method(*args, **kwargs)
 

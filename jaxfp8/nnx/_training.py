@@ -58,8 +58,7 @@ def value_and_grad(
     Raises:
         TypeError: when called, `f` computes with FP8 state outside of products.
     """
-    options = {"argnums": _with_state(argnums), "has_aux": has_aux}
-    f = _with_max_grad(f)
+    argnums, f = _with_state(argnums), _with_max_grad(f)
 
     @functools.wraps(f)
     def watched(*args, **kwargs):
@@ -67,7 +66,9 @@ def value_and_grad(
         # JAX takes gradients by the dtype of cast state where it takes them by
         # integers.
         is_cast = _compat.holds_max([v.get_value() for v in variables])
-        differentiate = nnx.value_and_grad(f, **options, allow_int=is_cast)
+        differentiate = nnx.value_and_grad(
+            f, argnums=argnums, has_aux=has_aux, allow_int=is_cast
+        )
         with named_errors("nnx.value_and_grad"):
             value, gradients = differentiate(*args, **kwargs)
         if nnx.set_graph_mode.current_value():
