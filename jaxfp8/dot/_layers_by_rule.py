@@ -315,7 +315,7 @@ class GatedCall(LayersCall):
             f"{' times '.join(self.joined)}"
         )
         gate = np.linspace(-20, 20, 161, dtype=np.float32)
-        gate = gate.reshape((1,) * (len(self.x.shape) - 1) + (-1,))
+        gate = gate[(None,) * (len(self.x.shape) - 1)]
         up = np.roll(gate, 57)[..., ::-1]
         # the samples lie on one device, also inside of a shard_map
         no_mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
@@ -330,7 +330,7 @@ class GatedCall(LayersCall):
                 raise self.differs(expected, got) from error
         # Both sum and multiply a few numbers of at most 1 + |gate| and 1 + |up|, each
         # rounded to float32; constants of the module are rounded to its dtype.
-        tolerance = 80 * 2.0**-23 if samples.eps == 2.0**-23 else 2 * samples.eps
+        tolerance = max(80 * 2.0**-23, 2 * samples.eps)
         errors = np.abs(values - right) / ((1 + np.abs(gate)) * (1 + np.abs(up)))
         if not errors.max() <= tolerance:
             at = errors.argmax()

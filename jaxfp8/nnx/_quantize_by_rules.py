@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .._jax._trees import Tree
-from ..dot import _contexts, sizes
+from ..dot import _contexts
 from ..recipes import (
     Rule,
     Rules,
@@ -178,9 +178,9 @@ def _stacked(where, path, layer) -> tuple[int, ...]:
     if isinstance(layer, (nnx.Einsum, RaggedLinear)):
         expected = tuple(layer.kernel_shape)
     elif isinstance(layer, (nnx.Linear, Linear, nnx.LinearGeneral)):
+        batch = getattr(layer, "batch_axis", {}).values()
         features = layer.in_features, layer.out_features
-        contract, free = (sizes("features", each) for each in features)
-        expected = (*getattr(layer, "batch_axis", {}).values(), *contract, *free)
+        expected = (*batch, *jax.tree.leaves(features))
     else:
         return ()
     shape = layer.kernel.get_value().shape
