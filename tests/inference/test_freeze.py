@@ -174,6 +174,25 @@ def test_one_product_with_several_kernels(second):
         jaxfp8.freeze(model, variables, X)
 
 
+def test_a_product_of_two_activations_stays():
+    """Its second operand is another one for each input; in a scan too."""
+
+    class Scores(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            keys = models.Scanned()(x)
+            einsum = jaxfp8.linen.Fp8Einsum(recipe=models.RECIPE)
+            return einsum("bqd,bkd->bqk", x, keys)
+
+    model = Scores()
+    variables = jaxfp8.calibrate(model, model.init(KEY, X), [X])
+    frozen = jaxfp8.freeze(model, variables, X)
+    assert list(frozen["params"]) == ["Scanned_0"]
+    assert list(frozen[OWG]) == ["Fp8Einsum_0"]
+    y = jnp.flip(X, 1)
+    assert_same_bits(model.apply(frozen, y), model.apply(variables, y))
+
+
 def test_products_in_branches():
     class Branches(nn.Module):
         def setup(self):
