@@ -67,23 +67,22 @@ def to_compute(x, dtype):
     return x.astype(dtype)
 
 
-def linear(product, x, kernel, bias, *, dtype, precision, out_sharding, activation):
+def linear(layer, product, x, kernel, bias, out_sharding, activation):
     """Multiply x `[..., k]` by a kernel `[k, *features]`, both arrays or codes.
 
     Args:
+        layer: has the fields `dtype`, see `compute_dtype`, and `precision`.
         product: the `dot_general` of the layer.
-        x, kernel, bias: as `jaxfp8.dot_general` takes them.
-        dtype: the dtype of the layer, see `compute_dtype`.
-        precision, out_sharding, activation: as `jaxfp8.dot_general` takes them.
+        x, kernel, bias, out_sharding, activation: as `jaxfp8.dot_general` takes them.
     """
-    dtype = compute_dtype(x, kernel, bias, dtype=dtype)
+    dtype = compute_dtype(x, kernel, bias, dtype=layer.dtype)
     x = to_compute(x, dtype)
     numbers = ((len(x.shape) - 1,), (0,)), ((), ())
     return product(
         x,
         kernel,
         numbers,
-        precision=precision,
+        precision=layer.precision,
         preferred_element_type=dtype,
         out_sharding=out_sharding,
         bias=bias,

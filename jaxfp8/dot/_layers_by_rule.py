@@ -136,6 +136,7 @@ class LayersCall:
         x, first: the x of these layers and the layer that was called first, as of the
             last call.
         results: the parts of the product for layers that were not called yet, by name.
+        joined: the names of the layers of the product.
     """
 
     path: str
@@ -147,10 +148,8 @@ class LayersCall:
     first: Any = None
     results: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
 
-    @property
-    def joined(self) -> tuple[str, ...]:
-        """The names of the layers of the product."""
-        return self.named.names
+    def __post_init__(self):
+        self.joined = self.named.names
 
     def __call__(self, name: str, layer: Any, args: tuple, kwargs: dict) -> jax.Array:
         """Compute the result of a layer.
@@ -163,11 +162,16 @@ class LayersCall:
             ValueError: the module does not compute what the rule says.
         """
         x = self.checked_x(name, layer, args, kwargs)
-        if self.results:
-            self._compare(name, layer, x)
-        else:
+        if not self.results:
             self.x, self.first = x, layer
             self.multiply_all()
+        is_same = x is self.x and name in self.results
+        if not is_same or self._options(layer) != self._options(self.first):
+            raise self.differs(
+                f"one call of each of {', '.join(self.joined)}, all with the same x, "
+                "equal dtype and precision, and all layers of Flax or none",
+                f"another call of {name}",
+            )
         return self.results.pop(name)
 
     def checked_x(self, name, layer, args, kwargs) -> jax.Array:
@@ -175,37 +179,23 @@ class LayersCall:
         its last dimension.
         """
         x, *options = *args, *kwargs.values()
-        if not isinstance(layer, self.kinds):
-            kinds = " or ".join(f"{k.__module__}.{k.__name__}" for k in self.kinds)
-            raise self.differs(f"{name} to be a {kinds}", type(layer).__name__)
-        if any(option is not None for option in options):
-            raise self.differs(f"calls of {name} with x alone", "other arguments")
         axis = np.ravel(getattr(layer, "axis", -1)).tolist()
         batch = getattr(layer, "batch_dims", getattr(layer, "batch_axis", ()))
-        if batch or axis not in ([-1], [len(x.shape) - 1]):
+        is_plain = isinstance(layer, self.kinds) and not batch
+        is_plain = is_plain and all(option is None for option in options)
+        if not is_plain or axis not in ([-1], [len(x.shape) - 1]):
+            kinds = " or ".join(f"{k.__module__}.{k.__name__}" for k in self.kinds)
             raise self.differs(
-                f"{name} to multiply the last dimension of x", f"the axes {axis}"
+                f"{name} to be a {kinds} that multiplies the last dimension of x, and "
+                "a call with x alone",
+                f"{type(layer).__name__} with the axes {axis} of {len(x.shape)}, and "
+                f"{len(options)} more arguments",
             )
         return x
 
-    def _compare(self, name, layer, x) -> None:
-        """Compare the call of a layer of the product with the first call."""
-        names = ", ".join(self.joined)
-        if x is not self.x:
-            raise self.differs(
-                f"{names} to have the same x", f"another array in the call of {name}"
-            )
-        if name not in self.results:
-            raise self.differs(f"one call of each of {names}", f"two of {name}")
-        options = []
-        for each in (layer, self.first):
-            is_ours = isinstance(each, self.kinds[-1])
-            options.append((each.dtype, each.precision, is_ours))
-        if options[0] != options[1]:
-            raise self.differs(
-                f"equal dtype and precision of {names}, all layers of Flax or none",
-                f"others of {name}",
-            )
+    def _options(self, layer) -> tuple:
+        """Return what is equal in the layers of the product."""
+        return layer.dtype, layer.precision, isinstance(layer, self.kinds[-1])
 
     def parts(self) -> list[Parameters]:
         """Return what the layers of the product have."""
@@ -246,16 +236,7 @@ class LayersCall:
         kernel, bias, state = parameters
         product = functools.partial(dot_general, recipe=self.named.recipe, state=state)
         with _contexts.layer(f"{self.path}/{name}"):
-            return linear(
-                product,
-                x,
-                kernel,
-                bias,
-                dtype=layer.dtype,
-                precision=layer.precision,
-                out_sharding=None,
-                activation=activation,
-            )
+            return linear(layer, product, x, kernel, bias, None, activation)
 
     def differs(self, expected: str, got) -> ValueError:
         """Make the error of a module that does not compute what the rule says."""
@@ -271,24 +252,16 @@ class GatedCall(LayersCall):
 
     Attributes:
         hidden: the product of gate and up with its activation, the x of down.
+        joined: the names of gate and up.
+        down: the name of down.
+        activation: the activation of gate and up together.
     """
 
     hidden = None
 
-    @property
-    def joined(self) -> tuple[str, ...]:
-        """The names of gate and up."""
-        return self.named.names[:2]
-
-    @property
-    def down(self) -> str:
-        """The name of down."""
-        return self.named.names[2]
-
-    @property
-    def activation(self) -> str | ClampedSwiGLU:
-        """The activation of gate and up together."""
-        return gated_activation("GatedMLP.of", self.named.activation)
+    def __post_init__(self):
+        *self.joined, self.down = self.named.names
+        self.activation = gated_activation("GatedMLP.of", self.named.activation)
 
     def __call__(self, name: str, layer: Any, args: tuple, kwargs: dict) -> jax.Array:
         """Compute the result of a layer; see `LayersCall`."""
@@ -342,7 +315,7 @@ class GatedCall(LayersCall):
             f"{' times '.join(self.joined)}"
         )
         gate = np.linspace(-20, 20, 161, dtype=np.float32)
-        gate = gate.reshape((1,) * (len(self.x.shape) - 1) + (-1,))
+        gate = gate[(None,) * (len(self.x.shape) - 1)]
         up = np.roll(gate, 57)[..., ::-1]
         # the samples lie on one device, also inside of a shard_map
         no_mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
@@ -357,7 +330,7 @@ class GatedCall(LayersCall):
                 raise self.differs(expected, got) from error
         # Both sum and multiply a few numbers of at most 1 + |gate| and 1 + |up|, each
         # rounded to float32; constants of the module are rounded to its dtype.
-        tolerance = 80 * 2.0**-23 if samples.eps == 2.0**-23 else 2 * samples.eps
+        tolerance = max(80 * 2.0**-23, 2 * samples.eps)
         errors = np.abs(values - right) / ((1 + np.abs(gate)) * (1 + np.abs(up)))
         if not errors.max() <= tolerance:
             at = errors.argmax()

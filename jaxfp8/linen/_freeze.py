@@ -9,7 +9,6 @@ were made of, and that nothing else reads, are then replaced by placeholders.
 
 import dataclasses
 import json
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,10 +48,10 @@ class FrozenKernel(_frozen.Placeholder, meta.AxisMetadata):
             ValueError: a layer of Flax without an FP8 product reads the kernel.
         """
         layer = _mistakes.running_module()
-        decided = None if layer is None else decision(layer)
-        _mistakes.refuse_frozen_kernel(
-            layer, decided is not None and decided.rule.recipe is not None
-        )
+        if layer is not None:
+            decided = decision(layer)
+            has_rule = decided is not None and decided.rule.recipe is not None
+            _mistakes.refuse_frozen_kernel(layer, has_rule)
         return self.stand_in()
 
     def replace_boxed(self, val):
@@ -157,10 +156,9 @@ def freeze(model: nn.Module, variables, args, kwargs):
         leaves = traverse_util.flatten_dict(changed["params"])
         return {path: leaf for path, leaf in leaves.items() if path not in params}
 
-    # 1. Find the parameters that codes are made of.
-    quantized = _read(with_codes, params, collections, arrays)
-    # 2. Make the codes.
-    codes = jax.jit(with_codes)(params, collections, arrays)
+    # 1. Make the codes, and find the parameters that they are made of.
+    codes, quantized = _codes(with_codes, (params, collections, arrays))
+    # 2. Refuse products with several kernels, and those without an amax.
     flags = [path for path in codes if path[-1] == _HAS_ANOTHER]
     has_another = {path[:-1]: codes.pop(path) for path in flags}
     if not codes:
@@ -176,29 +174,47 @@ def freeze(model: nn.Module, variables, args, kwargs):
     if kept:
         collections[OVERWRITE_WITH_GRADIENT] = traverse_util.unflatten_dict(kept)
     # 3. Take away the parameters that nothing but their codes reads.
-    for path in quantized - _read(apply, params | codes, collections, arrays):
+    arguments = params | codes, collections, arrays
+    read, _ = _read(_program(apply, *arguments), arguments)
+    for path in quantized - read:
         (kernel,) = jax.tree.leaves(params[path])  # it may be in a box
         params[path] = FrozenKernel(tuple(kernel.shape), kernel.dtype.name)
     return _variables(params | codes, collections)
+
+
+def _codes(with_codes, arguments) -> tuple[dict[tuple, jax.Array], set]:
+    """Make the codes of products, and find the parameters that they are made of. A
+    product whose kernel depends on `arrays`, as in attention, is left out.
+    """
+    program = _program(with_codes, *arguments)
+    codes = jax.jit(with_codes)(*arguments)
+    paths, quantized = sorted(codes), set()
+    for product in {path[:-1] for path in paths}:
+        of_product = [path[:-1] == product for path in paths]
+        read, reads_arrays = _read(program, arguments, of_product)
+        if reads_arrays:
+            codes = {path: codes[path] for path in codes if path[:-1] != product}
+        else:
+            quantized |= read
+    return codes, quantized
 
 
 def _variables(params, collections):
     return {"params": traverse_util.unflatten_dict(params), **collections}
 
 
-def _read(function, params: dict[Any, Any], *collections) -> set:
-    """Find the parameters that the results of `function(params, *collections)` depend
-    on.
+def _program(function, *arguments):
+    """Trace `function(*arguments)`; return the jaxpr of the arrays in its result.
 
     Raises:
         ValueError: products are in branches.
     """
 
-    def results(*args):
-        return split_arrays(function(*args))[0]
+    def results(*arguments):
+        return split_arrays(function(*arguments))[0]
 
     try:
-        closed = jax.make_jaxpr(results)(params, *collections)
+        return jax.make_jaxpr(results)(*arguments).jaxpr
     except TypeError as error:
         if "branch" not in str(error):
             raise
@@ -207,7 +223,14 @@ def _read(function, params: dict[Any, Any], *collections) -> set:
             "be frozen: each branch would store codes of its own; branch outside of "
             "the model, or leave such layers in high precision"
         ) from error
-    _, used = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
-    count = len(jax.tree.leaves(params))
-    by_path = jax.tree.unflatten(jax.tree.structure(params), used[:count])
-    return {path for path, leaves in by_path.items() if any(jax.tree.leaves(leaves))}
+
+
+def _read(program, arguments, outputs: list[bool] | None = None) -> tuple[set, bool]:
+    """Find the parameters that the outputs of a program, or some of them, depend on,
+    and whether they depend on `arrays`, the first and the last of its arguments.
+    """
+    outputs = outputs or [True] * len(program.outvars)
+    _, used = partial_eval.dce_jaxpr(program, outputs)
+    params, _, arrays = jax.tree.unflatten(jax.tree.structure(arguments), used)
+    read = {path for path, leaves in params.items() if any(jax.tree.leaves(leaves))}
+    return read, any(arrays)

@@ -111,16 +111,8 @@ class Dense(_DenseFields):
         bias = None
         if self.use_bias:
             bias = self.param("bias", self.bias_init, features, self.param_dtype)
-        return linear(
-            Fp8DotGeneral(recipe=self.recipe),
-            x,
-            kernel,
-            bias,
-            dtype=self.dtype,
-            precision=self.precision,
-            out_sharding=out_sharding,
-            activation=activation,
-        )
+        product = Fp8DotGeneral(recipe=self.recipe)
+        return linear(self, product, x, kernel, bias, out_sharding, activation)
 
 
 def _dense(

@@ -85,8 +85,8 @@ def _parameters(module: nn.Module, rule: Rule) -> dict[str, Parameters] | None:
     if is_off() or is_observed or module.is_initializing():
         return None
     recipe, parameters = rule.recipe, {}
-    makes_state = keeps_state(recipe)
-    makes_state &= module.is_mutable_collection(OVERWRITE_WITH_GRADIENT)
+    is_mutable = module.is_mutable_collection(OVERWRITE_WITH_GRADIENT)
+    makes_state = keeps_state(recipe) and is_mutable
     for name in rule.layers.names:
         params = module.variables.get("params", {}).get(name, {})
         products = module.variables.get(OVERWRITE_WITH_GRADIENT, {}).get(name, {})

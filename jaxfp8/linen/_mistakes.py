@@ -62,12 +62,12 @@ def running_module() -> nn.Module | None:
     return nn.module._context.module_stack[-1]
 
 
-def refuse_frozen_kernel(layer: nn.Module | None, has_rule: bool) -> None:
+def refuse_frozen_kernel(layer: nn.Module, has_rule: bool) -> None:
     """Refuse the read of a frozen kernel by a layer of Flax without an FP8 product,
     which would compute NaN.
 
     Args:
-        layer: the module that reads the kernel; None outside of modules.
+        layer: the module that reads the kernel.
         has_rule: whether a rule gives the layer FP8.
     """
     products = [

@@ -18,7 +18,6 @@ import contextlib
 import copy
 import functools
 import threading
-import weakref
 from typing import NamedTuple
 
 import jax
@@ -101,9 +100,8 @@ def quantize(model: Tree, rules: Rules) -> Tree:
             f"{type(model).__name__} with variables; call quantize outside of apply "
             "and of modules' methods, or make the module with parent=None"
         )
-    plain = model.clone()
-    if isinstance(model, _Quantized):
-        rules, plain = rules + model._fp8_rules, _plain(plain)
+    plain = _plain(model.clone())
+    rules += getattr(model, "_fp8_rules", ())
     return _with_rules(plain, rules) if rules else plain
 
 
@@ -157,10 +155,10 @@ class _Quantized:
     Attributes:
         _fp8_rules: the rules of the model; empty for a submodule that was handed out.
         _fp8_class: the class of the plain model.
-        _fp8_has_checked: whether a warning of rules that match no layer was due.
+        _fp8_has_checked: whether the rules were compared with a model's layers.
     """
 
-    _fp8_has_checked: bool
+    _fp8_has_checked = False
     _fp8_rules: tuple[Rule, ...]
     _fp8_class: type[nn.Module]
 
@@ -210,33 +208,24 @@ def _set_scope(model, scope) -> None:
     vars(model)["scope"] = scope
 
 
-_classes = weakref.WeakValueDictionary()
+# Two threads that made the class of one model would get two.
 _classes_lock = threading.Lock()
 
 
+@functools.cache
 def _quantized_class(plain_class, rules: tuple[Rule, ...]) -> type[nn.Module]:
-    """Get the subclass for a class and rules: the same object in all threads, as long
-    as a model has this class.
-    """
-    with _classes_lock:
-        quantized = _classes.get((plain_class, rules))
-        if quantized is None:
-            namespace = {
-                "_fp8_rules": rules,
-                "_fp8_class": plain_class,
-                "_fp8_has_checked": False,
-            }
-            for name in _OF_PLAIN_CLASS:
-                namespace[name] = getattr(plain_class, name)
-            for name in dir(plain_class):
-                method = getattr(plain_class, name, None)
-                if hasattr(method, _WRAPPED) and name != "setup":
-                    namespace[name] = _method(method)
-            quantized = type(plain_class.__name__, (_Quantized, plain_class), namespace)
-            # each module class has a `scope` of its own from Flax
-            quantized.scope = property(_scope, _set_scope)
-            _classes[plain_class, rules] = quantized
-        return quantized
+    """Make the subclass for a class and rules, once."""
+    namespace = {"_fp8_rules": rules, "_fp8_class": plain_class}
+    for name in _OF_PLAIN_CLASS:
+        namespace[name] = getattr(plain_class, name)
+    for name in dir(plain_class):
+        method = getattr(plain_class, name, None)
+        if hasattr(method, _WRAPPED) and name != "setup":
+            namespace[name] = _method(method)
+    quantized = type(plain_class.__name__, (_Quantized, plain_class), namespace)
+    # each module class has a `scope` of its own from Flax
+    quantized.scope = property(_scope, _set_scope)
+    return quantized
 
 
 # What a subclass would get anew.
@@ -265,11 +254,13 @@ def _method(method):
 
 
 def _with_rules(plain: nn.Module, rules: tuple[Rule, ...]) -> nn.Module:
-    return _with_class(_quantized_class(type(plain), rules), plain)
+    with _classes_lock:
+        cls = _quantized_class(type(plain), rules)
+    return _with_class(cls, plain)
 
 
-def _plain(quantized: nn.Module) -> nn.Module:
-    return _with_class(quantized._fp8_class, quantized)
+def _plain(module: nn.Module) -> nn.Module:
+    return _with_class(getattr(module, "_fp8_class", type(module)), module)
 
 
 def _with_class(cls, module):
@@ -286,17 +277,14 @@ def _hand_out(model, name: str, value):
     is_own = name.startswith("_") or name == "parent"
     if is_own or _is_intercepting.value or vars(model).get("scope") is None:
         return value
-    if not isinstance(value, (nn.Module, list, tuple, dict, core.FrozenDict)):
+    if not isinstance(value, (nn.Module, tuple, core.FrozenDict)):
         return value
-    return jax.tree.map(_with_interceptor, value, is_leaf=_is_module)
-
-
-def _is_module(leaf) -> bool:
-    return isinstance(leaf, nn.Module)
+    return jax.tree.map(_with_interceptor, value)
 
 
 def _with_interceptor(leaf):
-    if not _is_module(leaf) or isinstance(leaf, _Quantized) or leaf.scope is None:
+    is_plain = isinstance(leaf, nn.Module) and not isinstance(leaf, _Quantized)
+    if not is_plain or leaf.scope is None:
         return leaf
     # `setup` runs again in the new module, and the rewound scope has the names free
     # that `setup` took before.
@@ -316,8 +304,7 @@ def _intercepting(model):
     if _is_intercepting.value:
         yield
         return
-    # By the names that rules have for them: of each layer that ran, whether a rule
-    # gives it FP8, and other modules.
+    # The layers that ran, and other modules, by the names that rules have for them.
     layers, modules = {}, {}
 
     def intercept(next_method, args, kwargs, context):
@@ -326,17 +313,14 @@ def _intercepting(model):
         # 1. Restore the path in a scope that a lifted transform made: blocks in nn.jit
         #    that this module makes need it.
         object.__setattr__(module, "scope", restore_path(module.scope))
-        # 2. Find the rule of a layer, and note whether it gives the layer FP8.
+        # 2. Find the rule of a layer, and note what ran.
         has_product = is_layer(module)
         decided = decision(module) if has_product else None
-        gives_fp8 = decided is not None and decided.rule.recipe is not None
         # A module that holds a product is a layer too.
         names = layer_names(module.path, isinstance(module, Fp8Module), model.path)
-        for name in () if is_compared.get() else names:
-            if has_product:
-                layers[name] = layers.get(name, False) or gives_fp8
-            else:
-                modules[name] = module
+        if not is_compared.get():
+            ran = layers if has_product else modules
+            ran.update(dict.fromkeys(names, module))
         # 3. Run the module with the recipe of its rule, with layers that run together,
         #    or as it is.
         rule = None
@@ -346,9 +330,7 @@ def _intercepting(model):
             return _run_layer(decided, next_method, args, kwargs, context)
         if rule is None:
             return next_method(*args, **kwargs)
-        plain = module.clone(parent=None)
-        if isinstance(plain, _Quantized):
-            plain = _plain(plain)
+        plain = _plain(module.clone(parent=None))
         with run_together(args, kwargs, context, plain, rule):
             return next_method(*args, **kwargs)
 
@@ -361,15 +343,14 @@ def _intercepting(model):
 
 def _run_layer(decided: Decision, next_method, args, kwargs, context):
     """Run a method of a layer with the recipe of its rule."""
-    layer, recipe = context.module, decided.rule.recipe
-    if recipe is None:
-        reason = f"rule {decided.index} says None"
-        with _with_recipe(layer, decided.rule), _contexts.high_precision(reason):
-            return next_method(*args, **kwargs)
+    layer, rule = context.module, decided.rule
     function = getattr(context.orig_method, "func", None)
-    if function is nn.Einsum.__call__.__wrapped__:
-        return _einsum_layer(layer, recipe, *args, **kwargs)
-    with _with_recipe(layer, decided.rule):
+    reason = contextlib.nullcontext()
+    if rule.recipe is None:
+        reason = _contexts.high_precision(f"rule {decided.index} says None")
+    elif function is nn.Einsum.__call__.__wrapped__:
+        return _einsum_layer(layer, rule.recipe, *args, **kwargs)
+    with _with_recipe(layer, rule), reason:
         return next_method(*args, **kwargs)
 
 
@@ -384,16 +365,12 @@ def _with_recipe(layer, rule: Rule):
     elif rule.recipe is not None:
         cls = make_dot_general_cls(rule.recipe)
         fields = {"dot_general_cls": cls, "dot_general": None}
-    before = {}
+    before = {name: vars(layer)[name] for name in fields.keys() & vars(layer).keys()}
+    vars(layer).update((name, fields[name]) for name in before)
     try:
-        for name, value in fields.items():
-            if name in layer.__dataclass_fields__:
-                before[name] = getattr(layer, name)
-                object.__setattr__(layer, name, value)
         yield
     finally:
-        for name, value in before.items():
-            object.__setattr__(layer, name, value)
+        vars(layer).update(before)
 
 
 def _einsum_layer(layer, recipe, inputs, einsum_str=None):

@@ -77,16 +77,19 @@ def _ruled(scope, scope_regions) -> _RuledScope:
 
 
 def check_rules(
-    model: nn.Module, layers: dict[str, bool], modules: dict[str, nn.Module]
+    model: nn.Module, layers: dict[str, nn.Module], modules: dict[str, nn.Module]
 ) -> None:
     """Warn of rules of a bound model that give no FP8, or match no layer, among modules
-    that may not have run too.
+    that may not have run too; once for equal rules of models of one class, when the
+    model is applied, because `init` may make a part of it.
 
     Args:
         model: the model.
-        layers: the layers that ran, by name: whether a rule gives the layer FP8.
-        modules: the other modules that ran, by name.
+        layers, modules: the layers and the other modules that ran, by name.
     """
+    cls = type(model)
+    if model.is_initializing() or cls._fp8_has_checked:
+        return
     # 1. Find what a rule may match: layers that ran, and modules that hold variables. A
     #    method may run some of these only, and a block that nn.jit has kept runs
     #    unseen.
@@ -96,17 +99,9 @@ def check_rules(
             held.update("/".join(path[:i]) for i in range(len(path)))
     if not held:
         return
-    rest = held - layers.keys() - modules.keys()
-    # 2. See whether there is FP8, or could be in the rest.
-    fp8_rules = [rule for rule in model._fp8_rules if rule.recipe is not None]
-    gives_fp8 = not fp8_rules or True in layers.values()
-    gives_fp8 = gives_fp8 or any(rule.matches(rest) for rule in fp8_rules)
-    # 3. See whether each rule matches, once for equal rules of models of one class;
-    #    `init` may make a part of a model.
-    cls, is_init = type(model), model.is_initializing()
-    if gives_fp8 and (is_init or cls._fp8_has_checked):
-        return
-    cls._fp8_has_checked = not is_init
+    cls._fp8_has_checked = True
+    names = {name: [name] for name in (*layers, *sorted(held - modules.keys()))}
+    # 2. Find the matrices of modules that are no layers.
     params = {}
     arrays = flatten_dict(nn.meta.unbox(model.variables.get("params", {})))
     for path, leaf in arrays.items():
@@ -114,6 +109,4 @@ def check_rules(
         if name not in layers:
             is_own = name in modules and is_foreign(modules[name])
             params[path] = getattr(leaf, "shape", ()) if is_own else None
-    names = {name: [name] for name in (*layers, *rest)}
-    where = "linen.quantize", cls.__name__, model._fp8_rules
-    warn_of_rules(*where, gives_fp8, names, params)
+    warn_of_rules("linen.quantize", cls.__name__, model._fp8_rules, names, params)

@@ -21,6 +21,7 @@ from ..recipes import (
     DelayedScaling,
     DotGeneralState,
     HighPrecision,
+    NamedLayers,
     Recipe,
     map_variables,
     resolve,
@@ -53,7 +54,12 @@ def paths_in(trees: tuple):
 class _Fp8Product(StatefulProduct, nnx.Module):
     """The state of one product: for each operand `{name}_amax_history` and
     `{name}_scale`, as Linen names them.
+
+    Attributes:
+        named_layers: the layers that run together by the rule that made the product.
     """
+
+    named_layers: NamedLayers | None = None
 
     def __init__(self, recipe: Recipe | None = None):
         _mistakes.refuse_inside_a_call(type(self).__name__)

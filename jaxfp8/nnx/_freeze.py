@@ -15,7 +15,7 @@ from jax.extend.core import jaxprs_in_params
 
 from ..dot import _contexts, _frozen
 from ..recipes import autocast
-from ._dot_general import OverwriteWithGradient
+from ._dot_general import OverwriteWithGradient, _Fp8Product
 from ._inspect import function_of_arrays
 from ._quantize_by_rules import _forget_unused, _stacked, layers, product
 
@@ -50,7 +50,7 @@ def freeze(model, args, kwargs):
     computed, frozen = set(_computed(program)), []
     for path, layer, attribute in layers(model):
         name = "/".join(map(str, path))
-        call, kernel = calls.get(name), getattr(layer, "kernel", None)
+        call, kernel = calls.pop(name, None), getattr(layer, "kernel", None)
         if call is None or attribute is None or not isinstance(kernel, nnx.Param):
             continue
         if name in computed:
@@ -62,6 +62,12 @@ def freeze(model, args, kwargs):
         codes = _codes(path, layer, call)
         if codes is not None:
             frozen.append((layer, attribute, call.kernel.shape, codes))
+    for name in calls:
+        raise ValueError(
+            f"freeze: {name or 'model'}: expected layers that call a shared product in "
+            "their __call__, got a call of one in other code; give each layer a "
+            "product of its own"
+        )
     if not frozen:
         raise _frozen.nothing_to_freeze()
     # All codes exist before the first layer changes: an error above leaves the model as
@@ -111,6 +117,8 @@ def recorded_calls(model, args, kwargs) -> tuple[dict[str, Call], Any]:
     calls = {}
 
     def record(product, x, kernel, dimension_numbers):
+        if not isinstance(product, _Fp8Product):
+            return  # of a Linen module in a bridge
         path = _contexts.current_layer()
         kernel_type = jax.ShapeDtypeStruct(kernel.shape, kernel.dtype)
         calls.setdefault(path, Call(x.shape, kernel_type, dimension_numbers))

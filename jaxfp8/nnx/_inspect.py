@@ -8,10 +8,11 @@ import functools
 import jax
 from flax import nnx
 
-from .._jax._trees import split_arrays
+from .._jax._trees import is_array
 from ..dot import _contexts
 from ._dot_general import _Fp8Product
-from ._quantize_by_rules import layers
+from ._layers_by_rule import subclass
+from ._quantize_by_rules import layers, product
 
 
 def function_of_arrays(fn, args, kwargs):
@@ -19,22 +20,25 @@ def function_of_arrays(fn, args, kwargs):
     modules name their programs; `fn` may be a module itself.
     """
     leaves, tree = jax.tree.flatten((fn, args, kwargs), is_leaf=_is_object)
-    graphdef, state = nnx.split(tuple(filter(_is_object, leaves)))
+    arrays = {}
+    for i, leaf in enumerate(leaves):
+        if is_array(leaf):
+            arrays[i], leaves[i] = leaf, None
+    graphdef, state = nnx.split(leaves)
     # nnx.merge makes the modules anew, from these classes, whose calls put the path of
     # the module into the program.
     graphdef = dataclasses.replace(
         graphdef, nodes=list(map(_with_named_class, graphdef.nodes))
     )
-    arrays, joined = split_arrays([leaf for leaf in leaves if not _is_object(leaf)])
 
     def run(state_and_arrays):
         state, arrays = state_and_arrays
-        objects = nnx.merge(graphdef, state)
-        for top in objects:
+        leaves = nnx.merge(graphdef, state)
+        for top in filter(_is_object, leaves):
             _set_names(top)
-        objects, rest = iter(objects), iter(joined(arrays))
-        values = [next(objects if _is_object(leaf) else rest) for leaf in leaves]
-        fn, args, kwargs = tree.unflatten(values)
+        for i, array in arrays.items():
+            leaves[i] = array
+        fn, args, kwargs = tree.unflatten(leaves)
         return fn(*args, **kwargs)
 
     return run, (state, arrays)
@@ -63,23 +67,25 @@ def _named(base):
 
     def __call__(self, *args, **kwargs):
         path = self.inspected_path
-        if path is None:
+        if path in (None, _contexts.current_layer()):
             return base.__call__(self, *args, **kwargs)
         with _contexts.layer(path), jax.named_scope(path):
             return base.__call__(self, *args, **kwargs)
 
-    namespace = {"__call__": __call__, "inspected_path": None}
-    for name in ("__module__", "__qualname__", "__doc__"):
-        namespace[name] = getattr(base, name)
-    return type(base)(base.__name__, (base,), namespace)
+    return subclass(base, __call__=__call__, inspected_path=None)
 
 
 def _set_names(top) -> None:
-    """Set the path of each module; a product that a layer holds gets none, so that it
-    has the name of the layer.
+    """Set the path of each module. A product has the path of the layer that holds it,
+    which may call it in any method; where several do, the product has the name of the
+    layer that is called.
     """
-    held = {id(layer) for _, layer, attribute in layers(top) if attribute is None}
+    holders = {}
+    for path, layer, _ in layers(top):
+        holders.setdefault(id(product(layer)), []).append(path)
     for path, module in list(nnx.iter_modules(top)):
-        is_named = not isinstance(module, _Fp8Product) or id(module) in held
-        if callable(module) and is_named:
-            module.inspected_path = "/".join(map(str, path))
+        paths = [path]
+        if isinstance(module, _Fp8Product):
+            paths = holders.get(id(module), [])
+        if callable(module) and len(paths) == 1:
+            module.inspected_path = "/".join(map(str, paths[0]))

@@ -99,16 +99,9 @@ class Linear(nnx.Module):
         as in `jaxfp8.dot_general`.
         """
         x = x if isinstance(x, FusedInput) else jnp.asarray(x)
-        return linear(
-            self.dot_general,
-            x,
-            self.kernel.get_value(),
-            _value(self.bias),
-            dtype=self.dtype,
-            precision=self.precision,
-            out_sharding=out_sharding,
-            activation=activation,
-        )
+        kernel, bias = self.kernel.get_value(), _value(self.bias)
+        product = self.dot_general
+        return linear(self, product, x, kernel, bias, out_sharding, activation)
 
 
 def _value(parameter: nnx.Param | None) -> jax.Array | None:

@@ -9,16 +9,16 @@ import functools
 from flax import nnx
 
 from ..dot import Parameters, _contexts, layers_call
-from ..recipes import QTensor, Rule, first_match, is_off, module_rule
-from ._dot_general import Fp8DotGeneral, path_of
+from ..recipes import NamedLayers, QTensor, Rule, is_off, module_rule
+from ._dot_general import path_of
 from ._layers import Linear
 
 
 def _call(self, *args, **kwargs):
     """Call the module, with functions that run together in place of its layers."""
-    named = self._fp8_rule.layers
+    named = self._fp8_layers
     layers = {name: getattr(self, name, None) for name in named.names}
-    parameters = _parameters(layers)
+    parameters = _parameters(layers, named)
     if parameters is None:
         return self._fp8_class.__call__(self, *args, **kwargs)
 
@@ -26,8 +26,9 @@ def _call(self, *args, **kwargs):
         """Call a copy of the module with `function(name)` in place of each layer;
         return the result and the copy.
         """
-        module = _with_layers(module, {name: function(name) for name in layers})
-        return module(*args, **kwargs), module
+        copy = _with_class(self._fp8_class, module)
+        vars(copy).update({name: function(name) for name in layers})
+        return copy(*args, **kwargs), copy
 
     def forward(stand_in):
         run(nnx.clone(self), lambda name: lambda x: stand_in(name, x))
@@ -46,37 +47,45 @@ def _call(self, *args, **kwargs):
 
 
 def _reduce(self, protocol):  # pickle and deepcopy
-    return _with_rule, (_with_layers(self, {}), self._fp8_rule)
+    return _together, (_with_class(self._fp8_class, self), self._fp8_layers)
 
 
-def _with_layers(module, layers: dict) -> nnx.Module:
-    """Return a shallow copy of a module, of its class without the rule."""
-    copy = object.__new__(module._fp8_class)
-    vars(copy).update(vars(module) | layers)
-    return copy
-
-
-def _with_rule(module, rule: Rule) -> nnx.Module:
-    """Return a shallow copy of a module of a plain class, of a class with the rule."""
-    copy = object.__new__(_class_of(type(module), rule))
+def _with_class(cls, module) -> nnx.Module:
+    """Return a shallow copy of a module that is an instance of `cls`."""
+    copy = object.__new__(cls)
     vars(copy).update(vars(module))
     return copy
 
 
+def _together(module, named: NamedLayers) -> nnx.Module:
+    """Return a shallow copy of a module, of a class that runs its layers together."""
+    plain_class = getattr(module, "_fp8_class", type(module))
+    return _with_class(_class_of(plain_class, named), module)
+
+
 @functools.cache
-def _class_of(plain_class, rule: Rule) -> type[nnx.Module]:
-    class WithRule(plain_class):
-        _fp8_rule, _fp8_class = rule, plain_class
-        __call__, __reduce_ex__ = _call, _reduce
+def _class_of(plain_class, named: NamedLayers) -> type[nnx.Module]:
+    return subclass(
+        plain_class,
+        _fp8_layers=named,
+        _fp8_class=plain_class,
+        __call__=_call,
+        __reduce_ex__=_reduce,
+    )
 
-    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
-        setattr(WithRule, name, getattr(plain_class, name))
-    return WithRule
+
+def subclass(base, **namespace):
+    """Return a subclass of a module class that has its name and documentation, and
+    these attributes.
+    """
+    for name in ("__module__", "__qualname__", "__doc__"):
+        namespace[name] = getattr(base, name)
+    return type(base)(base.__name__, (base,), namespace)
 
 
-def _parameters(layers: dict[str, nnx.Module]) -> dict[str, Parameters] | None:
+def _parameters(layers, named: NamedLayers) -> dict[str, Parameters] | None:
     """Return what layers have; None where each layer runs its own product: in high
-    precision, with codes of kernels, and where another product is in the place of ours.
+    precision, with codes of kernels, and where another rule made the product.
     """
     if is_off() or _contexts.observed_by.value is not None:
         return None
@@ -86,10 +95,10 @@ def _parameters(layers: dict[str, nnx.Module]) -> dict[str, Parameters] | None:
             parameters[name] = Parameters(None, None, None)
             continue
         product = getattr(layer, "dot_general", None)
-        if type(product) is not Fp8DotGeneral or product._frozen_arrays() is not None:
+        if getattr(product, "named_layers", None) != named:
             return None
         kernel = layer.kernel.get_value()
-        if isinstance(kernel, QTensor):
+        if isinstance(kernel, QTensor) or product._frozen_arrays() is not None:
             return None
         bias = None if layer.bias is None else layer.bias.get_value()
         state = product._read_state(product.recipe)
@@ -101,41 +110,27 @@ def module_changes(
     model: nnx.Module, rules: tuple[Rule, ...]
 ) -> list[tuple[nnx.Module, str, nnx.Module]]:
     """List `(holder, attribute, module)` of the modules in a model whose layers run
-    together from now on, or no longer.
+    together from now on.
 
     Raises:
         ValueError: a module is in no attribute of another module.
     """
     modules, changes = list(nnx.iter_modules(model)), []
     for path, module in modules:
-        new = _changed(module, path, rules)
-        holders = []
+        rule = module_rule(rules, path)
+        if rule is None or vars(module).keys().isdisjoint(rule.layers.names):
+            continue
+        new, holders = _together(module, rule.layers), []
         for _, holder in modules:
             for name, value in vars(holder).items():
                 if value is module:
                     holders.append((holder, name, new))
-        if new is not None and not holders:
+        if not holders:
             raise ValueError(
                 f"nnx.quantize: rules: {'/'.join(map(str, path)) or 'model'}: expected "
                 "a module in an attribute of another module of the model, or in an "
                 f"nnx.List, got {type(module).__name__}; a rule with names of "
                 "layers puts another module in its place"
             )
-        if new is not None:
-            changes += holders
+        changes += holders
     return changes
-
-
-def _changed(module, path, rules) -> nnx.Module | None:
-    """Return what takes the place of the module at `path`; None where it stays."""
-    is_joined = hasattr(module, "_fp8_rule")
-    plain = _with_layers(module, {}) if is_joined else module
-    rule = module_rule(rules, path)
-    if rule is not None and any(name in vars(module) for name in rule.layers.names):
-        return _with_rule(plain, rule)
-    if is_joined:
-        names = ["/".join(map(str, (*path, n))) for n in module._fp8_rule.layers.names]
-        # a rule for one of the layers alone
-        if first_match(rules, names) is not None:
-            return plain
-    return None

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .._jax._trees import Tree
-from ..dot import _contexts, sizes
+from ..dot import _contexts
 from ..recipes import (
     Rule,
     Rules,
@@ -87,7 +87,6 @@ def quantize(model: Tree, rules: Rules) -> Tree:
         )
     model_layers = layers(model)
     changes = []
-    deciding = set()
     for path, layer, attribute in model_layers:
         index = decision(rules, path, layer)
         if index is not None:
@@ -95,7 +94,6 @@ def quantize(model: Tree, rules: Rules) -> Tree:
             stacked = _stacked("nnx.quantize", path, layer)
             new_product = _new_product(layer, attribute, rules, index, stacked)
             changes.append((layer, attribute, new_product))
-            deciding.add(rules[index])
     modules = module_changes(model, rules)
     # All products exist before the first layer changes: an error above leaves the model
     # as it was.
@@ -103,15 +101,15 @@ def quantize(model: Tree, rules: Rules) -> Tree:
         _change(*change)
     for holder, name, module in modules:
         setattr(holder, name, module)
-    _warn_of_rules(model, rules, deciding, model_layers)
+    _warn_of_rules(model, rules, model_layers)
     _forget_unused(model)
     setattr(model, RULES, (*rules, *getattr(model, RULES, ())))
     return model
 
 
-def _warn_of_rules(model, rules, deciding, model_layers) -> None:
+def _warn_of_rules(model, rules, model_layers) -> None:
     """Warn of rules that give no FP8, or match no layer, and of modules that multiply
-    arrays of their own; the rules in `deciding` decide about layers.
+    arrays of their own.
     """
     names, known = {}, set()
     for path, _, attribute in model_layers:
@@ -126,10 +124,7 @@ def _warn_of_rules(model, rules, deciding, model_layers) -> None:
             if isinstance(value, nnx.Param):
                 shape = getattr(value.get_value(), "shape", ())
                 params[(*path, name)] = shape if is_foreign(module) else None
-    fp8_rules = {rule for rule in rules if rule.recipe is not None}
-    gives_fp8 = not fp8_rules or bool(fp8_rules & deciding)
-    where = "nnx.quantize", type(model).__name__, rules
-    warn_of_rules(*where, gives_fp8, names, params)
+    warn_of_rules("nnx.quantize", type(model).__name__, rules, names, params)
 
 
 def layers(model):
@@ -183,9 +178,9 @@ def _stacked(where, path, layer) -> tuple[int, ...]:
     if isinstance(layer, (nnx.Einsum, RaggedLinear)):
         expected = tuple(layer.kernel_shape)
     elif isinstance(layer, (nnx.Linear, Linear, nnx.LinearGeneral)):
+        batch = getattr(layer, "batch_axis", {}).values()
         features = layer.in_features, layer.out_features
-        contract, free = (sizes("features", each) for each in features)
-        expected = (*getattr(layer, "batch_axis", {}).values(), *contract, *free)
+        expected = (*batch, *jax.tree.leaves(features))
     else:
         return ()
     shape = layer.kernel.get_value().shape
@@ -224,6 +219,7 @@ def _new_product(layer, attribute, rules: tuple[Rule, ...], index: int, stacked)
         return _InHighPrecision(plain, f"rule {index} says None")
     cls = type(layer) if attribute is None else PRODUCTS[attribute]
     new_product = cls(rule.layer_recipe)
+    new_product.named_layers = rule.layers
     state = nnx.state(new_product, OverwriteWithGradient)
 
     def stack(leaf):

@@ -58,8 +58,7 @@ def value_and_grad(
     Raises:
         TypeError: when called, `f` computes with FP8 state outside of products.
     """
-    options = {"argnums": _with_state(argnums), "has_aux": has_aux}
-    f = _with_max_grad(f)
+    argnums, f = _with_state(argnums), _with_max_grad(f)
 
     @functools.wraps(f)
     def watched(*args, **kwargs):
@@ -67,7 +66,9 @@ def value_and_grad(
         # JAX takes gradients by the dtype of cast state where it takes them by
         # integers.
         is_cast = _compat.holds_max([v.get_value() for v in variables])
-        differentiate = nnx.value_and_grad(f, **options, allow_int=is_cast)
+        differentiate = nnx.value_and_grad(
+            f, argnums=argnums, has_aux=has_aux, allow_int=is_cast
+        )
         with named_errors("nnx.value_and_grad"):
             value, gradients = differentiate(*args, **kwargs)
         if nnx.set_graph_mode.current_value():
@@ -285,7 +286,7 @@ class Optimizer(nnx.Optimizer):
         state = nnx.state(model, OverwriteWithGradient, graph=graph)
         self._keep_mini_steps(_steps.begin(nnx.as_pure(self.opt_state), state), state)
 
-    def update(self, model: Any, *grads: Any, **kwargs: Any) -> optax.Updates | None:
+    def update(self, model: Any, grads: Any, /, **kwargs: Any) -> optax.Updates | None:
         """Update as `nnx.Optimizer.update` does; FP8 state is float32 then, whatever
         cast the model went through.
 
@@ -298,16 +299,14 @@ class Optimizer(nnx.Optimizer):
             ValueError: `grads` hold no state, or state that was summed, averaged,
                 clipped or unscaled; see `jaxfp8.update_state`.
         """
-        if len(grads) != 1:
-            return super().update(model, *grads, **kwargs)
         old, new = (
             nnx.state(tree, OverwriteWithGradient, graph=self.graph)
-            for tree in (model, *grads)
+            for tree in (model, grads)
         )
         expect_state(_state_tree.flatten(old), _state_tree.flatten(new).by_path())
         # 1. Let `tx` see parameters alone.
         variables = (
-            nnx.state(tree, self.wrt, graph=self.graph) for tree in (model, *grads)
+            nnx.state(tree, self.wrt, graph=self.graph) for tree in (model, grads)
         )
         kwargs = {name: self._of_parameters(x) for name, x in kwargs.items()}
         params, gradients, opt_state, extra = map(

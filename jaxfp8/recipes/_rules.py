@@ -148,7 +148,6 @@ def warn_of_rules(
     where: str,
     model: str,
     rules: Sequence[Rule],
-    gives_fp8: bool,
     layers: dict[str, list[str]],
     params: dict[tuple, tuple[int, ...] | None],
 ) -> None:
@@ -159,13 +158,13 @@ def warn_of_rules(
         where: the function that the rules were given to.
         model: the name of the model's class.
         rules: the rules.
-        gives_fp8: whether a rule gives a layer FP8, or no rule asks for FP8.
         layers: the names of each layer, by its path.
         params: the parameters of all other modules, by their paths: the shape where
             the class of the module is neither Flax's nor ours, else None.
     """
-    if not gives_fp8:
-        paths = [rule.path for rule in rules if rule.recipe is not None]
+    paths = [rule.path for rule in rules if rule.recipe is not None]
+    deciding = {first_match(rules, names) for names in layers.values()} - {None}
+    if paths and all(rules[i].recipe is None for i in deciding):
         message = f"none of {paths} gives a layer of {model} FP8"
         _warn_of_paths(where, message, layers)
         return

@@ -174,6 +174,25 @@ def test_one_product_with_several_kernels(second):
         jaxfp8.freeze(model, variables, X)
 
 
+def test_a_product_of_two_activations_stays():
+    """Its second operand is another one for each input; in a scan too."""
+
+    class Scores(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            keys = models.Scanned()(x)
+            einsum = jaxfp8.linen.Fp8Einsum(recipe=models.RECIPE)
+            return einsum("bqd,bkd->bqk", x, keys)
+
+    model = Scores()
+    variables = jaxfp8.calibrate(model, model.init(KEY, X), [X])
+    frozen = jaxfp8.freeze(model, variables, X)
+    assert list(frozen["params"]) == ["Scanned_0"]
+    assert list(frozen[OWG]) == ["Fp8Einsum_0"]
+    y = jnp.flip(X, 1)
+    assert_same_bits(model.apply(frozen, y), model.apply(variables, y))
+
+
 def test_products_in_branches():
     class Branches(nn.Module):
         def setup(self):
@@ -220,6 +239,31 @@ def test_nnx_layers_that_compute_their_kernel(computed):
         ),
     ):
         jaxfp8.freeze(model, X)
+
+
+def test_nnx_products_that_other_methods_run():
+    """A layer's product may run in any method; one of several layers has no name."""
+
+    class Tied(nnx.Linear):
+        def attend(self, x):
+            return self.dot_general(x, self.kernel[...], ROWS_BY_COLUMNS)
+
+    class Model(nnx.Module):
+        def __init__(self, *products):
+            rngs = nnx.Rngs(0)
+            up, down = (Tied(K, K, dot_general=p, rngs=rngs) for p in products)
+            self.up, self.down = up, down
+
+        def __call__(self, x):
+            return self.up.attend(self.down(x))
+
+    shared, other = (models.product(jaxfp8.Float8CurrentScaling()) for _ in range(2))
+    model = Model(shared, other)
+    y = model(X)
+    assert_same_bits(jaxfp8.freeze(model, X)(X), y)
+    assert not isinstance(model.up.kernel, nnx.Param)
+    with pytest.raises(ValueError, match="freeze: model: expected layers that call a"):
+        jaxfp8.freeze(Model(shared, shared), X)
 
 
 def test_policies_leave_codes_and_scales_alone():

@@ -260,7 +260,7 @@ MISTAKES = {
     "offset": (function(lambda g, u: silu(g) * u + 0.1), "got 0.1 for gate"),
     "bias": (MLP(up_bias=True), "gate_proj, up_proj to have all a bias, or none"),
     "class": (MLP(up=NormDense), "no kernel of 'up_proj'|up_proj to be a .*NormDense"),
-    "x": (of_method(two_inputs)(), "to have the same x, got .* call of up_proj"),
+    "x": (of_method(two_inputs)(), "all with the same x, .* call of up_proj"),
     "calls": (of_method(without_up)(), "no kernel of 'up_proj'|a call of each of"),
     "softmax": (of_method(with_softmax)(), "not of each element|reads another value"),
     "dropout": (of_method(with_dropout)(), "not of each element|reads another value"),

@@ -161,8 +161,12 @@ def test_later_rules_and_frozen_layers_run_apart():
     frozen = jaxfp8.freeze(nnx.clone(model), X)(X).astype(jnp.float32)
     # layers round their kernels to bfloat16 first: some codes differ by one
     assert 0 < np.linalg.norm(frozen - y) < 0.1 * np.linalg.norm(y)
-    assert type(plain.mlp) is type(plain.blocks[0]) is MLP
     assert not jax.tree.leaves(states(plain))
+    rules = [(".*up_proj", RECIPE)], [rule(), (".*", RECIPE)], [(".*", RECIPE)]
+    models = [quantize(Model(nnx.Rngs(0)), each) for each in rules[1:]]
+    together, apart = (each(X) for each in models)
+    assert not np.array_equal(together, apart)
+    assert_same(quantize(models[0], rules[0])(X), apart)
 
 
 def test_what_does_not_fit_is_refused():

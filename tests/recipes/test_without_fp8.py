@@ -62,7 +62,8 @@ def test_rules_that_match_nothing():
         )
     cell = nn.OptimizedLSTMCell(8)  # it multiplies arrays itself
     rnn = jaxfp8.quantize(nn.RNN(cell), [(".*", DELAYED)])
-    (text,) = said(lambda: jax.eval_shape(rnn.init, KEY, X[None]))
+    variables = rnn.init(KEY, X[None])
+    (text,) = said(lambda: jax.eval_shape(rnn.apply, variables, X[None]))
     assert "The layers are none" in text
     linear = lambda: nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))  # noqa: E731
     (text,) = said(lambda: jaxfp8.quantize(linear(), [("Linear", DELAYED)]))
