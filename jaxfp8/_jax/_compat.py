@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive, set_current_trace
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AbstractMesh, use_abstract_mesh
+from jax.sharding import use_abstract_mesh
 
 from ._primitives import compiled
 
@@ -123,30 +123,6 @@ def without_mesh(avals):
     types of the op itself say where its results are.
     """
     return [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals]
-
-
-def lower_jitted(ctx, jitted, operands):
-    """Lower a jitted function of the first operands into the program of a lowering
-    rule, from the jaxpr that JAX keeps of the function, which is traced without a mesh;
-    `mlir.lower_fun` would trace at each use.
-    """
-    avals = without_mesh(ctx.avals_in[: len(operands)])
-    with use_abstract_mesh(AbstractMesh((), ())):
-        closed, module = jitted.trace(*avals).jaxpr, ctx.module_context
-        if ctx.platforms is not None:
-            module = module.replace(platforms=ctx.platforms)
-        results, _ = mlir.jaxpr_subcomp(
-            module,
-            closed.jaxpr,
-            ctx.name_stack,
-            ctx.tokens_in,
-            list(map(mlir.ir_constant, closed.consts)),
-            *operands,
-            dim_var_values=ctx.dim_var_values,
-            const_lowering=ctx.const_lowering,
-            outer_traceback=None,
-        )
-        return results
 
 
 def needs_devices(op):

@@ -84,11 +84,11 @@ def lower_partitioned(op, run, as_bytes, ctx, operands):
     raw = _as_bytes if as_bytes else lambda x: x
     dtypes = [[aval.dtype for aval in avals] for avals in (plain, results)]
     partitioned = functools.partial(_partitioned, op, run, dtypes, names, raw)
-    values = _lower_untyped(_compat.with_mesh(ctx, mesh), partitioned, plain, operands)
+    values = lower_untyped(_compat.with_mesh(ctx, mesh), partitioned, plain, operands)
     return list(map(uncut, names[1], results, values))
 
 
-def _lower_untyped(ctx, function, plain, operands):
+def lower_untyped(ctx, function, plain, operands):
     """Lower a function of operands whose types are `plain`, without mesh axes: it is
     traced without a mesh.
     """
@@ -154,7 +154,7 @@ def _uncut(ctx, is_whole, aval, value):
     def constrained(x):
         return [lax.with_sharding_constraint(x, sharding)]
 
-    return _lower_untyped(ctx, constrained, [aval], [value])[0]
+    return lower_untyped(ctx, constrained, [aval], [value])[0]
 
 
 def _partitioned(op, run, dtypes, names, raw, *operands):
