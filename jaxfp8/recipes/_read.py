@@ -91,26 +91,21 @@ def _read_scales(leaves, quantizers, implementation) -> list[jax.Array]:
     """Return the scale and scale_inv of each state, in dtypes whose cotangents combine
     by max, and its buffer, which has no cotangent.
     """
-    dtypes = (*_RECORDED, np.dtype(np.float32)) * len(quantizers)
+    pairs = list(zip(leaves[::2], leaves[1::2], strict=True))
 
     def read(pairs):
         states = [QuantizerState(*pair) for pair in pairs]
         with using(implementation):
-            results = jax.tree.leaves(scales_from(quantizers, states))
-        return _compat.cast(results, dtypes)
+            return jax.tree.leaves(scales_from(quantizers, states))
 
     def write(pairs, recorded):
         recorded = list(zip(recorded[::3], recorded[1::3], strict=True))
         with using(implementation):
             return ops.write_histories([pairs], [recorded])
 
-    results = _reading.with_next_states(read, write, _pairs(leaves))
+    results = _reading.with_next_states(read, write, pairs)
     results[2::3] = map(jax.lax.stop_gradient, results[2::3])
-    return results
-
-
-def _pairs(leaves) -> list[tuple]:
-    return list(zip(leaves[::2], leaves[1::2], strict=True))
+    return _compat.cast(results, (*_RECORDED, np.dtype(np.float32)) * len(quantizers))
 
 
 def scales_of(

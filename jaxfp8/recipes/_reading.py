@@ -122,10 +122,10 @@ def read(products: Sequence[Sequence[tuple[jax.Array, jax.Array]]]) -> list[jax.
     """
 
     def read_products(states):
-        readings = ops.read_histories(states, fp8_max=[_FP8_MAX] * len(states))
-        return _compat.cast(readings, [READING] * len(readings))
+        return ops.read_histories(states, fp8_max=[_FP8_MAX] * len(states))
 
-    return with_next_states(read_products, ops.write_histories, products)
+    readings = with_next_states(read_products, ops.write_histories, products)
+    return _compat.cast(readings, [READING] * len(readings))
 
 
 def read_rows(pairs: Sequence[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
@@ -139,40 +139,38 @@ def read_rows(pairs: Sequence[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
     """
 
     def read_rows_of(states):
-        readings = ops.read_rows(states, fp8_max=_FP8_MAX)
-        return _compat.cast(readings, [ROW] * len(readings))
+        return ops.read_rows(states, fp8_max=_FP8_MAX)
 
-    return with_next_states(read_rows_of, ops.write_rows, pairs)
+    readings = with_next_states(read_rows_of, ops.write_rows, pairs)
+    return _compat.cast(readings, [ROW] * len(readings))
+
+
+def with_next_states(read: Callable, write: Callable, states: Any) -> list[jax.Array]:
+    """Return `read(states)`; the cotangents of the results give the next states. Both
+    functions take and return float32.
+
+    Args:
+        read: a function of `states`.
+        write: `(states, cotangents) -> next states`; zeros for a quantizer that
+            recorded nothing, which keeps its state.
+        states: histories and scales, in the max dtype.
+    """
+    leaves, structure = jax.tree.flatten(states)
+    return _read(read, write, structure.unflatten(_compat.plain(leaves)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def with_next_states(read: Callable, write: Callable, states: Any) -> list[jax.Array]:
-    """Return `read(states)`; the cotangents of the results give the next states.
-
-    Args:
-        read: a function of `states` in float32.
-        write: `(states, cotangents) -> next states`, all in float32; zeros for a
-            quantizer that recorded nothing, which keeps its state.
-        states: histories and scales.
-    """
-    return read(_plain(states))
+def _read(read, write, states):
+    return read(states)
 
 
 def _read_forward(read, write, states):
-    return with_next_states(read, write, states), states
+    return _read(read, write, states), states
 
 
 def _read_backward(read, write, states, cotangents):
-    written = jax.tree.leaves(write(_plain(states), _compat.plain(cotangents)))
-    leaves, structure = jax.tree.flatten(states)
-    new = _compat.cast(written, [leaf.dtype for leaf in leaves])
-    return (structure.unflatten(new),)
+    written = jax.tree.leaves(write(states, cotangents))
+    return (jax.tree.structure(states).unflatten(written),)
 
 
-with_next_states.defvjp(_read_forward, _read_backward)
-
-
-def _plain(tree):
-    """Return a tree of state with float32 in place of the max dtypes."""
-    leaves, structure = jax.tree.flatten(tree)
-    return structure.unflatten(_compat.plain(leaves))
+_read.defvjp(_read_forward, _read_backward)
