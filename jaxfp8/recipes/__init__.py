@@ -58,7 +58,15 @@ from ._state import (
     map_variables,
 )
 from ._state_tree import OVERWRITE_WITH_GRADIENT, slot_axis
-from ._tensor import Block, QTensor, as_bytes, as_codes, dequantized, value_of
+from ._tensor import (
+    Block,
+    QTensor,
+    as_bytes,
+    as_codes,
+    dequantized,
+    through_bytes,
+    value_of,
+)
 from ._tensorwise import (
     Float8CurrentScaling,
     Float8CurrentScalingQuantizer,
