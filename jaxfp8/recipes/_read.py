@@ -37,8 +37,7 @@ def shared(state: Any) -> Any:
     """Return `state` as f32, such that the cotangents of all uses of its leaves meet in
     a max.
     """
-    leaves, tree = jax.tree.flatten(state)
-    return tree.unflatten(_compat.plain(_compat.with_max(leaves)))
+    return _compat.plain(_compat.with_max(state))
 
 
 def read(quantizers: Sequence[Quantizer], state: DotGeneralState) -> DotGeneralState:
@@ -132,8 +131,7 @@ def scales_of(
         if has_backward and isinstance(scale, Scale) and scale.history is not None:
             if quantizers[i].first_step == "unit":
                 scales[i] = dataclasses.replace(scale, history=None)
-    leaves, tree = jax.tree.flatten(scales)
-    return ByQuantizer(*tree.unflatten(_compat.plain(leaves)))
+    return ByQuantizer(*_compat.plain(scales))
 
 
 def scales_of_reading(
@@ -150,7 +148,7 @@ def scales_of_reading(
     Raises:
         TypeError: a quantizer is not of delayed scaling.
     """
-    numbers = ops.split_reading(jax.lax.stop_gradient(_compat.from_max(reading)))
+    numbers = ops.split_reading(jax.lax.stop_gradient(_compat.plain(reading)))
     quantizers = quantizers[: len(numbers)]
     if not all(isinstance(q, DelayedScalingQuantizer) for q in quantizers):
         raise TypeError(

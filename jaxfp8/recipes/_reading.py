@@ -67,8 +67,8 @@ def without_max(tree: Any) -> Any:
 
     def of_leaf(leaf):
         if is_reading(leaf):
-            return _compat.from_max(leaf)[..., -4:-3]  # the scale of the last quantizer
-        return _compat.from_max(leaf) if _compat.is_max(leaf) else leaf
+            return _compat.plain(leaf)[..., -4:-3]  # the scale of the last quantizer
+        return _compat.plain(leaf)
 
     return jax.tree.map(of_leaf, tree)
 
@@ -155,8 +155,7 @@ def with_next_states(read: Callable, write: Callable, states: Any) -> list[jax.A
             recorded nothing, which keeps its state.
         states: histories and scales, in the max dtype.
     """
-    leaves, structure = jax.tree.flatten(states)
-    return _read(read, write, structure.unflatten(_compat.plain(leaves)))
+    return _read(read, write, _compat.plain(states))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
