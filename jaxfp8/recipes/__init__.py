@@ -55,7 +55,7 @@ from ._state import (
     Scale,
     init_state,
     keeps_state,
-    map_variables,
+    variable_names,
 )
 from ._state_tree import OVERWRITE_WITH_GRADIENT, slot_axis
 from ._tensor import (

@@ -90,12 +90,14 @@ def _read_scales(leaves, quantizers, implementation) -> list[jax.Array]:
     """Return the scale and scale_inv of each state, in dtypes whose cotangents combine
     by max, and its buffer, which has no cotangent.
     """
+    dtypes = (*_RECORDED, np.dtype(np.float32)) * len(quantizers)
     pairs = list(zip(leaves[::2], leaves[1::2], strict=True))
 
     def read(pairs):
         states = [QuantizerState(*pair) for pair in pairs]
         with using(implementation):
-            return jax.tree.leaves(scales_from(quantizers, states))
+            results = jax.tree.leaves(scales_from(quantizers, states))
+        return _compat.cast(results, dtypes)
 
     def write(pairs, recorded):
         recorded = list(zip(recorded[::3], recorded[1::3], strict=True))
@@ -104,7 +106,7 @@ def _read_scales(leaves, quantizers, implementation) -> list[jax.Array]:
 
     results = _reading.with_next_states(read, write, pairs)
     results[2::3] = map(jax.lax.stop_gradient, results[2::3])
-    return _compat.cast(results, (*_RECORDED, np.dtype(np.float32)) * len(quantizers))
+    return results
 
 
 def scales_of(

@@ -122,10 +122,10 @@ def read(products: Sequence[Sequence[tuple[jax.Array, jax.Array]]]) -> list[jax.
     """
 
     def read_products(states):
-        return ops.read_histories(states, fp8_max=[_FP8_MAX] * len(states))
+        readings = ops.read_histories(states, fp8_max=[_FP8_MAX] * len(states))
+        return _compat.cast(readings, [READING] * len(readings))
 
-    readings = with_next_states(read_products, ops.write_histories, products)
-    return _compat.cast(readings, [READING] * len(readings))
+    return with_next_states(read_products, ops.write_histories, products)
 
 
 def read_rows(pairs: Sequence[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
@@ -139,37 +139,35 @@ def read_rows(pairs: Sequence[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
     """
 
     def read_rows_of(states):
-        return ops.read_rows(states, fp8_max=_FP8_MAX)
+        readings = ops.read_rows(states, fp8_max=_FP8_MAX)
+        return _compat.cast(readings, [ROW] * len(readings))
 
-    readings = with_next_states(read_rows_of, ops.write_rows, pairs)
-    return _compat.cast(readings, [ROW] * len(readings))
+    return with_next_states(read_rows_of, ops.write_rows, pairs)
 
 
+# The conversions are inside, so that a loop keeps its inputs for the backward.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def with_next_states(read: Callable, write: Callable, states: Any) -> list[jax.Array]:
-    """Return `read(states)`; the cotangents of the results give the next states. Both
-    functions take and return float32.
+    """Return `read(states)`; the cotangents of the results give the next states.
 
     Args:
-        read: a function of `states`.
-        write: `(states, cotangents) -> next states`; zeros for a quantizer that
-            recorded nothing, which keeps its state.
-        states: histories and scales, in the max dtype.
+        read: a function of `states` in float32.
+        write: `(states, cotangents) -> next states`, all in float32; zeros for a
+            quantizer that recorded nothing, which keeps its state.
+        states: histories and scales.
     """
-    return _read(read, write, _compat.plain(states))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _read(read, write, states):
-    return read(states)
+    return read(_compat.plain(states))
 
 
 def _read_forward(read, write, states):
-    return _read(read, write, states), states
+    return with_next_states(read, write, states), states
 
 
 def _read_backward(read, write, states, cotangents):
-    written = jax.tree.leaves(write(states, cotangents))
-    return (jax.tree.structure(states).unflatten(written),)
+    written = jax.tree.leaves(write(*_compat.plain((states, cotangents))))
+    leaves, structure = jax.tree.flatten(states)
+    new = _compat.cast(written, [leaf.dtype for leaf in leaves])
+    return (structure.unflatten(new),)
 
 
-_read.defvjp(_read_forward, _read_backward)
+with_next_states.defvjp(_read_forward, _read_backward)
