@@ -45,7 +45,6 @@ from ._rules import (
     kind,
     layer_names,
     module_rule,
-    relative,
     some,
     warn_of_rules,
 )
