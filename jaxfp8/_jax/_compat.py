@@ -73,19 +73,16 @@ def linearizes_by(op, rule):
     _linearizations[op] = rule
 
 
-def linearized(results, residuals, function, has_tangent=True):
+def linearized(results, residuals, function):
     """Return the result of a rule of `linearizes_by`.
 
     Args:
-        results: the result of the op, or the list of its results.
+        results: the list of the op's results, all of which have tangents.
         residuals: a pytree of arrays.
         function: `(residuals, *tangents) -> tangents of the results`, which is linear
             and takes the tangents of all operands.
-        has_tangent: whether every result has a tangent; or a bool for each.
     """
-    # JAX calls no rule where no operand has a tangent.
-    if has_tangent is True and isinstance(results, list):
-        has_tangent = [True] * len(results)
+    has_tangent = [True] * len(results)
     if not _has_structured:
         return results, has_tangent, residuals, function
 
