@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive, set_current_trace
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import use_abstract_mesh
+from jax.sharding import AbstractMesh, use_abstract_mesh
 
 from ._primitives import compiled
 
@@ -120,6 +120,15 @@ def without_mesh(avals):
     types of the op itself say where its results are.
     """
     return [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals]
+
+
+def lower_plain(ctx, function, avals, operands):
+    """Lower a function of operands of these types, without their mesh axes: it is
+    traced without a mesh.
+    """
+    ctx = ctx.replace(avals_in=without_mesh(avals))
+    with use_abstract_mesh(AbstractMesh((), ())):
+        return mlir.lower_fun(function)(ctx, *operands)
 
 
 def needs_devices(op):
@@ -364,7 +373,7 @@ def _lower_cast(ctx, *xs, dtypes):
         return list(map(lax.convert_element_type, xs, new_dtypes))
 
     ctx = ctx.replace(avals_in=old, avals_out=new)
-    return mlir.lower_fun(convert, multiple_results=True)(ctx, *xs)
+    return mlir.lower_fun(convert)(ctx, *xs)
 
 
 def _transpose_cast(cotangents, *xs, dtypes):

@@ -17,7 +17,6 @@ from collections import Counter
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.interpreters import mlir
 from jax.sharding import (
     AbstractMesh,
     AxisType,
@@ -84,18 +83,10 @@ def lower_partitioned(op, run, as_bytes, ctx, operands):
     raw = _as_bytes if as_bytes else lambda x: x
     dtypes = [[aval.dtype for aval in avals] for avals in (plain, results)]
     partitioned = functools.partial(_partitioned, op, run, dtypes, names, raw)
-    values = lower_untyped(_compat.with_mesh(ctx, mesh), partitioned, plain, operands)
+    values = _compat.lower_plain(
+        _compat.with_mesh(ctx, mesh), partitioned, plain, operands
+    )
     return list(map(uncut, names[1], results, values))
-
-
-def lower_untyped(ctx, function, plain, operands):
-    """Lower a function of operands whose types are `plain`, without mesh axes: it is
-    traced without a mesh.
-    """
-    rule = mlir.lower_fun(function, multiple_results=True)
-    ctx = ctx.replace(avals_in=plain)
-    with use_abstract_mesh(AbstractMesh((), ())):
-        return rule(ctx, *operands)
 
 
 def combine_of(names):
@@ -154,7 +145,7 @@ def _uncut(ctx, is_whole, aval, value):
     def constrained(x):
         return [lax.with_sharding_constraint(x, sharding)]
 
-    return lower_untyped(ctx, constrained, [aval], [value])[0]
+    return _compat.lower_plain(ctx, constrained, [aval], [value])[0]
 
 
 def _partitioned(op, run, dtypes, names, raw, *operands):

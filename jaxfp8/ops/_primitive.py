@@ -25,7 +25,7 @@ from .._jax import _batching, _compat, _mesh
 from .._jax._primitives import compiled, not_differentiable
 from ..numerics import _tpu
 from . import _ffi, _support
-from ._partition import ONE as ONE, WHOLE, dims, lower_partitioned, lower_untyped
+from ._partition import ONE as ONE, WHOLE, dims, lower_partitioned
 
 PRIMITIVES = []
 # The first letters of the name of a history's dimension.
@@ -224,9 +224,8 @@ class Op:
             # On one device, and in jnp code that XLA cuts, nothing chooses between
             # layouts: leave out the second layouts.
             count = len(operands) - len(self.second_layouts())
-            plain = _compat.without_mesh(ctx.avals_in[:count])
-            run = functools.partial(run, op)
-            return lower_untyped(ctx, run, plain, operands[:count])
+            run, avals = functools.partial(run, op), ctx.avals_in[:count]
+            return _compat.lower_plain(ctx, run, avals, operands[:count])
 
     def results(self, *operands):
         """Return the types of the results of these arrays."""
