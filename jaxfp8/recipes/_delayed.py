@@ -177,7 +177,7 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
         """Return the scale of a state, f32, in a product with a backward."""
         (scale,) = scales_from([self], [state])
         history = state.amax_history if self.first_step == "current" else None
-        return dataclasses.replace(scale, history=history)
+        return scale._replace(history=history)
 
     def choose_scale(self, current_amax: Any, scale: Any, reduce: Any) -> Scale:
         """Return the scale of the state, or without a state the scale of the tensor's
@@ -193,13 +193,12 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
         # never trains would keep it for ever.
         gives_way = scale.scale == (scale.scale if self.first_step == "current" else 1)
         takes_own = gives_way.reshape(()) & is_empty(scale.history)
-        pair = scale.scale, scale.scale_inv
 
         def current_pair():
-            chosen = choose_current(current_amax, scale, reduce)
-            return chosen.scale, chosen.scale_inv
+            return choose_current(current_amax, scale, reduce)[:2]
 
-        return Scale(*jax.lax.cond(takes_own, current_pair, lambda: pair), scale.amax)
+        pair = jax.lax.cond(takes_own, current_pair, lambda: scale[:2])
+        return Scale(*pair, scale.amax)
 
 
 def scales_from(

@@ -7,7 +7,6 @@ read and written here alone, in the trace where the state is from: a state that 
 closes over, or that several calls share, is read once and written once.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -132,7 +131,7 @@ def scales_of(
     for i, scale in enumerate(scales):
         if has_backward and isinstance(scale, Scale) and scale.history is not None:
             if quantizers[i].first_step == "unit":
-                scales[i] = dataclasses.replace(scale, history=None)
+                scales[i] = scale._replace(history=None)
     return ByQuantizer(*_compat.plain(scales))
 
 
@@ -169,7 +168,7 @@ def scales_of_reading(
         else:
             scales += scales_from([quantizer], [state])
         if histories is not None:
-            scales[i] = dataclasses.replace(scales[i], history=history)
+            scales[i] = scales[i]._replace(history=history)
     return scales
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -25,9 +25,7 @@ class QuantizerState:
     scale: jax.Array
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Scale:
+class Scale(NamedTuple):
     """What a state of delayed scaling gives its quantizer for one step.
 
     Attributes:
