@@ -315,9 +315,10 @@ def once(function, operands, *static):
     results_of_first = known_results[name]
     key = function, tuple(map(id, operands)), static
     if key in results_of_first:
-        then, results = ([x() for x in xs] for xs in results_of_first[key])
+        then, held = results_of_first[key]
         # The id of a tracer that has died may be that of another tracer now.
-        is_same = all(x is operand for x, operand in zip(then, operands, strict=True))
+        is_same = all(x() is operand for x, operand in zip(then, operands, strict=True))
+        results = [x() for x in held]
         if is_same and all(result is not None for result in results):
             return results
     mesh = jax.typeof(operands[0]).sharding.mesh
