@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive, set_current_trace
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AbstractMesh, use_abstract_mesh
+from jax.sharding import use_abstract_mesh
 
 from ._primitives import compiled
 
@@ -113,22 +113,6 @@ def outermost_trace(tangent):
     ):
         trace = outer
     return trace
-
-
-def without_mesh(avals):
-    """Return types of arrays without mesh axes, as the inside of an op has them: the
-    types of the op itself say where its results are.
-    """
-    return [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals]
-
-
-def lower_plain(ctx, function, avals, operands):
-    """Lower a function of operands of these types, without their mesh axes: it is
-    traced without a mesh.
-    """
-    ctx = ctx.replace(avals_in=without_mesh(avals))
-    with use_abstract_mesh(AbstractMesh((), ())):
-        return mlir.lower_fun(function)(ctx, *operands)
 
 
 def needs_devices(op):

@@ -14,9 +14,11 @@ import itertools
 import math
 from collections import Counter
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.interpreters import mlir
 from jax.sharding import (
     AbstractMesh,
     AxisType,
@@ -65,7 +67,7 @@ def lower_partitioned(op, run, as_bytes, ctx, operands):
     # The rule below has to name each part of a mesh axis over which XLA may cut a
     # dimension.
     abstract_mesh = ctx.module_context.axis_context.abstract_mesh
-    plain, results = map(_compat.without_mesh, (ctx.avals_in, ctx.avals_out))
+    plain, results = map(without_mesh, (ctx.avals_in, ctx.avals_out))
     names, mesh = op.all_names(plain), _split(abstract_mesh)
     has_whole = op.on_shards is not None
 
@@ -83,10 +85,24 @@ def lower_partitioned(op, run, as_bytes, ctx, operands):
     raw = _as_bytes if as_bytes else lambda x: x
     dtypes = [[aval.dtype for aval in avals] for avals in (plain, results)]
     partitioned = functools.partial(_partitioned, op, run, dtypes, names, raw)
-    values = _compat.lower_plain(
-        _compat.with_mesh(ctx, mesh), partitioned, plain, operands
-    )
+    values = lower_plain(_compat.with_mesh(ctx, mesh), partitioned, plain, operands)
     return list(map(uncut, names[1], results, values))
+
+
+def without_mesh(avals):
+    """Return types of arrays without mesh axes, as the inside of an op has them: the
+    types of the op itself say where its results are.
+    """
+    return [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals]
+
+
+def lower_plain(ctx, function, avals, operands):
+    """Lower a function of operands of these types, without their mesh axes: it is
+    traced without a mesh.
+    """
+    ctx = ctx.replace(avals_in=without_mesh(avals))
+    with use_abstract_mesh(AbstractMesh((), ())):
+        return mlir.lower_fun(function)(ctx, *operands)
 
 
 def combine_of(names):
@@ -145,7 +161,7 @@ def _uncut(ctx, is_whole, aval, value):
     def constrained(x):
         return [lax.with_sharding_constraint(x, sharding)]
 
-    return _compat.lower_plain(ctx, constrained, [aval], [value])[0]
+    return lower_plain(ctx, constrained, [aval], [value])[0]
 
 
 def _partitioned(op, run, dtypes, names, raw, *operands):

@@ -25,7 +25,7 @@ from .._jax import _batching, _compat, _mesh
 from .._jax._primitives import compiled, not_differentiable
 from ..numerics import _tpu
 from . import _ffi, _support
-from ._partition import ONE as ONE, WHOLE, dims, lower_partitioned
+from ._partition import ONE as ONE, WHOLE, dims, lower_partitioned, lower_plain
 
 PRIMITIVES = []
 # The first letters of the name of a history's dimension.
@@ -225,7 +225,7 @@ class Op:
             # layouts: leave out the second layouts.
             count = len(operands) - len(self.second_layouts())
             run, avals = functools.partial(run, op), ctx.avals_in[:count]
-            return _compat.lower_plain(ctx, run, avals, operands[:count])
+            return lower_plain(ctx, run, avals, operands[:count])
 
     def results(self, *operands):
         """Return the types of the results of these arrays."""
