@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive, set_current_trace
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AbstractMesh, use_abstract_mesh
+from jax.sharding import use_abstract_mesh
 
 from ._primitives import compiled
 
@@ -73,19 +73,16 @@ def linearizes_by(op, rule):
     _linearizations[op] = rule
 
 
-def linearized(results, residuals, function, has_tangent=True):
+def linearized(results, residuals, function):
     """Return the result of a rule of `linearizes_by`.
 
     Args:
-        results: the result of the op, or the list of its results.
+        results: the list of the op's results, all of which have tangents.
         residuals: a pytree of arrays.
         function: `(residuals, *tangents) -> tangents of the results`, which is linear
             and takes the tangents of all operands.
-        has_tangent: whether every result has a tangent; or a bool for each.
     """
-    # JAX calls no rule where no operand has a tangent.
-    if has_tangent is True and isinstance(results, list):
-        has_tangent = [True] * len(results)
+    has_tangent = [True] * len(results)
     if not _has_structured:
         return results, has_tangent, residuals, function
 
@@ -116,37 +113,6 @@ def outermost_trace(tangent):
     ):
         trace = outer
     return trace
-
-
-def without_mesh(avals):
-    """Return types of arrays without mesh axes, as the inside of an op has them: the
-    types of the op itself say where its results are.
-    """
-    return [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals]
-
-
-def lower_jitted(ctx, jitted, operands):
-    """Lower a jitted function of the first operands into the program of a lowering
-    rule, from the jaxpr that JAX keeps of the function, which is traced without a mesh;
-    `mlir.lower_fun` would trace at each use.
-    """
-    avals = without_mesh(ctx.avals_in[: len(operands)])
-    with use_abstract_mesh(AbstractMesh((), ())):
-        closed, module = jitted.trace(*avals).jaxpr, ctx.module_context
-        if ctx.platforms is not None:
-            module = module.replace(platforms=ctx.platforms)
-        results, _ = mlir.jaxpr_subcomp(
-            module,
-            closed.jaxpr,
-            ctx.name_stack,
-            ctx.tokens_in,
-            list(map(mlir.ir_constant, closed.consts)),
-            *operands,
-            dim_var_values=ctx.dim_var_values,
-            const_lowering=ctx.const_lowering,
-            outer_traceback=None,
-        )
-        return results
 
 
 def needs_devices(op):
@@ -325,12 +291,18 @@ def once(function, operands, *static):
     traces = [getattr(x, "_trace", None) for x in operands]
     if traces[0] is None or traces.count(traces[0]) < len(traces):
         return function(operands, *static)
-    results_of_first = _results_of(operands[0])
+    # What is known of a tracer dies with it.
+    name = id(operands[0])
+    if name not in known_results:
+        known_results[name] = {}
+        weakref.finalize(operands[0], known_results.pop, name)
+    results_of_first = known_results[name]
     key = function, tuple(map(id, operands)), static
     if key in results_of_first:
-        then, results = ([x() for x in xs] for xs in results_of_first[key])
+        then, held = results_of_first[key]
         # The id of a tracer that has died may be that of another tracer now.
-        is_same = all(x is operand for x, operand in zip(then, operands, strict=True))
+        is_same = all(x() is operand for x, operand in zip(then, operands, strict=True))
+        results = [x() for x in held]
         if is_same and all(result is not None for result in results):
             return results
     mesh = jax.typeof(operands[0]).sharding.mesh
@@ -365,15 +337,6 @@ _of_batch_p.multiple_results = True
 batching.primitive_batchers[_of_batch_p] = _once_of_batch
 
 
-def _results_of(tracer):
-    """Return the results that are known of a tracer, which die with it."""
-    name = id(tracer)
-    if name not in known_results:
-        known_results[name] = {}
-        weakref.finalize(tracer, known_results.pop, name)
-    return known_results[name]
-
-
 def _strong_reference(x):
     return lambda: x
 
@@ -395,20 +358,12 @@ def _lower_cast(ctx, *xs, dtypes):
         return list(map(lax.convert_element_type, xs, new_dtypes))
 
     ctx = ctx.replace(avals_in=old, avals_out=new)
-    return mlir.lower_fun(convert, multiple_results=True)(ctx, *xs)
+    return mlir.lower_fun(convert)(ctx, *xs)
 
 
 def _transpose_cast(cotangents, *xs, dtypes):
     cotangents = map(ad.instantiate_zeros, cotangents)
     return cast(cotangents, [x.aval.dtype for x in xs])
-
-
-def _linearize_cast(is_vjp, is_linear, *xs, dtypes):
-    # A cast keeps no residuals, and the tangents take the same cast.
-    def of_tangents(residuals, *tangents):
-        return cast(map(ad.instantiate_zeros, tangents), dtypes)
-
-    return linearized(cast(xs, dtypes), (), of_tangents)
 
 
 # A change of dtypes, which is linear; JAX's own conversion of extended dtypes has no
@@ -419,7 +374,6 @@ _cast_p.def_abstract_eval(_types_of_cast)
 _cast_p.def_impl(compiled(_cast_p))
 mlir.register_lowering(_cast_p, _lower_cast)
 ad.deflinear2(_cast_p, _transpose_cast)
-linearizes_by(_cast_p, _linearize_cast)
 batching.primitive_batchers[_cast_p] = lambda xs, dims, dtypes: (cast(xs, dtypes), dims)
 
 
@@ -457,7 +411,7 @@ def holds_max(tree):
 def combined(x, y):
     """Combine two arrays of one dtype that `max_dtype` made, as autodiff does."""
     clean = x.dtype.clean
-    return to_max(lax.max(clean(from_max(x)), clean(from_max(y))), x.dtype)
+    return to_max(lax.max(clean(plain(x)), clean(plain(y))), x.dtype)
 
 
 def largest(x):
@@ -466,44 +420,36 @@ def largest(x):
     """
     if not is_max(x):
         return jnp.max(x, axis=0)
-    return to_max(jnp.max(x.dtype.clean(from_max(x)), axis=0), x.dtype)
+    return to_max(jnp.max(x.dtype.clean(plain(x)), axis=0), x.dtype)
 
 
 def to_max(x, dtype=MAX_DTYPE):
     """Convert a float array to the max dtype, or to another dtype that `max_dtype`
-    made. One value has the same result wherever it is used.
+    made; an array of such a dtype stays as it is. One value has the same result
+    wherever it is used.
     """
-    return once(cast, [x], (dtype,))[0]
+    return x if is_max(x) else once(cast, [x], (dtype,))[0]
 
 
-def with_max(xs):
-    """Return traced float arrays in the max dtype, others in float32; an array of a
-    dtype that `max_dtype` made stays as it is.
+def with_max(tree):
+    """Return a tree with traced float arrays in the max dtype, others in float32; an
+    array of a dtype that `max_dtype` made stays as it is.
     """
-    return list(map(_with_max, xs))
+
+    def convert(x):
+        if isinstance(x, jax.core.Tracer):
+            return to_max(x)
+        return x if is_max(x) else jnp.asarray(x).astype(jnp.float32)
+
+    return jax.tree.map(convert, tree)
 
 
-def _with_max(x):
-    if is_max(x):
-        return x
-    if isinstance(x, jax.core.Tracer):
-        return to_max(x)
-    return jnp.asarray(x).astype(jnp.float32)
-
-
-def from_max(x):
-    """Convert an array of the max dtype, or of another dtype that `max_dtype` made, to
-    float32.
-    """
-    return cast([x], [_FLOAT32])[0]
-
-
-def plain(xs):
-    """Return arrays with float32 in the place of the dtypes that `max_dtype` made."""
-    places = [i for i, x in enumerate(xs) if is_max(x)]
-    results = list(xs)
+def plain(tree):
+    """Return a tree with float32 in the place of the dtypes that `max_dtype` made."""
+    leaves, structure = jax.tree.flatten(tree)
+    places = [i for i, leaf in enumerate(leaves) if is_max(leaf)]
     if places:
-        new = cast([xs[i] for i in places], [_FLOAT32] * len(places))
-        for i, x in zip(places, new, strict=True):
-            results[i] = x
-    return results
+        new = cast([leaves[i] for i in places], [_FLOAT32] * len(places))
+        for i, leaf in zip(places, new, strict=True):
+            leaves[i] = leaf
+    return structure.unflatten(leaves)

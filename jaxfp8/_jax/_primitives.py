@@ -1,5 +1,7 @@
 """Runs primitives outside of jit, and defines derivatives that nothing may use."""
 
+import functools
+
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
@@ -36,11 +38,7 @@ def compiled(op):
     """Return the function that runs a primitive outside of jit and in
     `jax.disable_jit()`, as JAX runs its own: by a compiled call for each params.
     """
-
-    def run(*operands, **params):
-        return apply_primitive(op, *operands, **params)
-
-    return run
+    return functools.partial(apply_primitive, op)
 
 
 def refuse_derivative(*args, op=None, **params):

@@ -2,7 +2,6 @@
 codes, and results come back.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from ..dot import (
     sorted_by_expert,
 )
 from ..recipes import QTensor
-from ._collectives import AllToAll, as_bytes, transfer
+from ._collectives import AllToAll, transfer
 
 
 def experts_over(layer: Any) -> tuple[int, Callable[..., Route]]:
@@ -176,7 +175,4 @@ def _permuted(q: QTensor, order: Order) -> QTensor | jax.Array:
 
     if q.scale_inv is None:
         return move(q.data)
-    data, source = as_bytes(move, q.data), move(q.source)
-    # scales of blocks are those of rows
-    scale_inv = q.scale_inv if q.has_one_scale else as_bytes(move, q.scale_inv)
-    return dataclasses.replace(q, data=data, scale_inv=scale_inv, source=source)
+    return q.moved(move)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..nnx import OverwriteWithGradient
-from ..recipes import DotGeneralState, Recipe, keeps_state, map_variables
+from ..recipes import DotGeneralState, Recipe, keeps_state, variable_names
 from ..train import spread
 
 # Mesh axes of a pipeline's stages and of the replicas of DiLoCo, by their flag.
@@ -73,7 +73,7 @@ def _states(experts, recipe) -> list[DotGeneralState]:
 
 def _state(recipe, einsum) -> DotGeneralState:
     (variables,) = nnx.to_pure_dict(nnx.state(einsum, OverwriteWithGradient)).values()
-    return map_variables(recipe, lambda name, first: variables[name])
+    return jax.tree.map(lambda name: variables[name], variable_names(recipe))
 
 
 def _shard_map_with(states):

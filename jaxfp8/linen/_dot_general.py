@@ -91,18 +91,11 @@ class Fp8Module(StatefulProduct, nn.Module):
         """
         if recipe is None:
             return None
-        missing = []
-        is_mutable = self.is_mutable_collection(OVERWRITE_WITH_GRADIENT)
-
-        def variable(name, first):
+        names, missing = recipes.variable_names(recipe), []
+        for name in jax.tree.leaves(names):
             if not self.has_variable(OVERWRITE_WITH_GRADIENT, name):
                 missing.append(name)
-            if missing and not is_mutable:
-                return None
-            return self.variable(OVERWRITE_WITH_GRADIENT, name, first).value
-
-        # Ask for each variable of the recipe, and note those that are missing.
-        state = recipes.map_variables(recipe, variable)
+        is_mutable = self.is_mutable_collection(OVERWRITE_WITH_GRADIENT)
         if missing and not self.is_initializing():
             # A model that was initialized elsewhere may carry the state of another
             # library, which is not read here.
@@ -111,7 +104,14 @@ class Fp8Module(StatefulProduct, nn.Module):
             _mistakes.refuse_immutable_state(self, recipe)
         if missing and not is_mutable:
             return DotGeneralState(None, None, None)
-        return state
+
+        def variable(name, first):
+            return self.variable(OVERWRITE_WITH_GRADIENT, name, lambda: first).value
+
+        first = names
+        if missing:
+            first = recipes.init_state(recipe)
+        return jax.tree.map(variable, names, first)
 
     @nn.nowrap
     def named_recipe(self) -> Any:

@@ -16,7 +16,7 @@ from ..recipes import (
     Rule,
     is_off,
     keeps_state,
-    map_variables,
+    variable_names,
 )
 from ._layers import Dense
 
@@ -105,4 +105,4 @@ def _state(recipe, variables) -> DotGeneralState:
     """Return the state of a product from its variables, which may be missing."""
     if variables is None:
         return DotGeneralState(None, None, None)
-    return map_variables(recipe, lambda name, _: variables[name])
+    return jax.tree.map(lambda name: variables[name], variable_names(recipe))

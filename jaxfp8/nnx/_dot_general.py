@@ -23,8 +23,9 @@ from ..recipes import (
     HighPrecision,
     NamedLayers,
     Recipe,
-    map_variables,
+    init_state,
     resolve,
+    variable_names,
 )
 from . import _mistakes
 
@@ -67,9 +68,10 @@ class _Fp8Product(StatefulProduct, nnx.Module):
         self.recipe = resolve(recipe, DelayedScaling()) or HighPrecision()
 
         def create(name, first):
-            setattr(self, name, OverwriteWithGradient(first()))
+            setattr(self, name, OverwriteWithGradient(first))
 
-        map_variables(self.recipe, create)
+        names = variable_names(self.recipe)
+        jax.tree.map(create, names, init_state(self.recipe))
 
     def _naming(self, kernel) -> contextlib.AbstractContextManager:
         """Return a context in which warnings name the layer by its path, or by its
@@ -107,7 +109,7 @@ class _Fp8Product(StatefulProduct, nnx.Module):
         if recipe is None:
             return None
 
-        def read(name, first):
+        def read(name):
             if not hasattr(self, name):
                 raise ValueError(
                     f"{type(self).__name__}: {recipe!r} has state {name!r}, which this "
@@ -117,7 +119,7 @@ class _Fp8Product(StatefulProduct, nnx.Module):
                 )
             return getattr(self, name).get_value()
 
-        return map_variables(recipe, read)
+        return jax.tree.map(read, variable_names(recipe))
 
 
 def path_of(product: _Fp8Product) -> str | None:

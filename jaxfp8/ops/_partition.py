@@ -14,6 +14,7 @@ import itertools
 import math
 from collections import Counter
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -65,7 +66,7 @@ def lower_partitioned(op, run, as_bytes, ctx, operands):
     """
     # The rule below has to name each part of a mesh axis over which XLA may cut a
     # dimension.
-    plain, results = map(_compat.without_mesh, (ctx.avals_in, ctx.avals_out))
+    plain, results = map(without_mesh, (ctx.avals_in, ctx.avals_out))
     names = op.all_names(plain)
     mesh = _split(ctx.module_context.axis_context.abstract_mesh)
     uncut = functools.partial(_uncut, ctx, op.on_shards is not None)
@@ -73,18 +74,24 @@ def lower_partitioned(op, run, as_bytes, ctx, operands):
     raw = _as_bytes if as_bytes else lambda x: x
     dtypes = [aval.dtype for aval in results]
     partitioned = functools.partial(_partitioned, op, run, dtypes, names, raw)
-    values = _lower_untyped(_compat.with_mesh(ctx, mesh), partitioned, plain, operands)
+    values = lower_plain(_compat.with_mesh(ctx, mesh), partitioned, plain, operands)
     return list(map(uncut, names[1], results, values))
 
 
-def _lower_untyped(ctx, function, plain, operands):
-    """Lower a function of operands whose types are `plain`, without mesh axes: it is
+def without_mesh(avals):
+    """Return types of arrays without mesh axes, as the inside of an op has them: the
+    types of the op itself say where its results are.
+    """
+    return [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals]
+
+
+def lower_plain(ctx, function, avals, operands):
+    """Lower a function of operands of these types, without their mesh axes: it is
     traced without a mesh.
     """
-    rule = mlir.lower_fun(function, multiple_results=True)
-    ctx = ctx.replace(avals_in=plain)
+    ctx = ctx.replace(avals_in=without_mesh(avals))
     with use_abstract_mesh(AbstractMesh((), ())):
-        return rule(ctx, *operands)
+        return mlir.lower_fun(function)(ctx, *operands)
 
 
 def _split(mesh):
@@ -141,7 +148,7 @@ def _uncut(ctx, has_whole, names, aval, value):
     def constrained(x):
         return [lax.with_sharding_constraint(x, sharding)]
 
-    return _lower_untyped(ctx, constrained, [aval], [value])[0]
+    return lower_plain(ctx, constrained, [aval], [value])[0]
 
 
 def _partitioned(op, run, result_dtypes, names, raw, *operands):

@@ -25,7 +25,7 @@ from .._jax import _batching, _compat, _mesh
 from .._jax._primitives import compiled, not_differentiable
 from ..numerics import _tpu
 from . import _ffi, _support
-from ._partition import ONE as ONE, WHOLE, dims, lower_partitioned
+from ._partition import ONE as ONE, WHOLE, dims, lower_partitioned, lower_plain
 
 PRIMITIVES = []
 # The first letters of the name of a history's dimension.
@@ -230,7 +230,8 @@ class Op:
             # On one device, and in jnp code that XLA cuts, nothing chooses between
             # layouts: leave out the second layouts.
             count = len(operands) - len(self.second_layouts())
-            return _compat.lower_jitted(ctx, _jitted(run, op), operands[:count])
+            run, avals = functools.partial(run, op), ctx.avals_in[:count]
+            return lower_plain(ctx, run, avals, operands[:count])
 
     def results(self, *operands):
         """Return the types of the results of these arrays."""
@@ -351,14 +352,6 @@ def _batch(operands, batch_dims, *, op):
     vmapped = dataclasses.replace(op, vmap_dims=op.vmap_dims + 1)
     outputs = vmapped(*operands)
     return outputs, [0] * len(outputs)
-
-
-@functools.lru_cache(maxsize=1024)
-def _jitted(method, op):
-    """Return a method of an op as a function whose jaxpr JAX keeps, so that equal ops
-    are traced once.
-    """
-    return jax.jit(functools.partial(method, op))
 
 
 def _lower(platform, ctx, *operands, op):

@@ -45,7 +45,6 @@ from ._rules import (
     kind,
     layer_names,
     module_rule,
-    relative,
     some,
     warn_of_rules,
 )
@@ -55,10 +54,18 @@ from ._state import (
     Scale,
     init_state,
     keeps_state,
-    map_variables,
+    variable_names,
 )
 from ._state_tree import OVERWRITE_WITH_GRADIENT, slot_axis
-from ._tensor import Block, QTensor, as_bytes, as_codes, dequantized, value_of
+from ._tensor import (
+    Block,
+    QTensor,
+    as_bytes,
+    as_codes,
+    dequantized,
+    through_bytes,
+    value_of,
+)
 from ._tensorwise import (
     Float8CurrentScaling,
     Float8CurrentScalingQuantizer,

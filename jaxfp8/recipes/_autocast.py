@@ -14,15 +14,14 @@ _region = jax.make_user_context(default_value=None)
 
 
 class _Thread(threading.local):
-    """The regions that a thread has entered, outermost first.
+    """The open regions of a thread, outermost first.
 
     Attributes:
-        has_ended: by the entered context of JAX, whether the block of the region has
-            ended.
+        regions: by the context of JAX, the recipe of the region.
     """
 
     def __init__(self):
-        self.has_ended = {}
+        self.regions = {}
 
 
 _thread = _Thread()
@@ -64,29 +63,18 @@ def autocast(recipe: Recipe | None = None, enabled: bool = True):
         checked("autocast: recipe", recipe)
     if not isinstance(enabled, bool):
         raise TypeError(f"autocast: enabled: expected a bool, got {enabled!r}")
-    context = _region(enabled and recipe)
+    region, regions = enabled and recipe, _thread.regions
+    context = _region(region)
+    regions[context] = region
     context.__enter__()
-    _thread.has_ended[context] = False
     try:
         yield
     finally:
-        _thread.has_ended[context] = True
-        _leave_ended()
-
-
-def _leave_ended() -> None:
-    """Leave the innermost regions of this thread that have ended.
-
-    A region may end while one inside of it is open, as those of two generators do.
-    JAX's contexts are left in the reverse order alone, so such a region waits for the
-    one inside, which wins until then.
-    """
-    while _thread.has_ended:
-        context, has_ended = _thread.has_ended.popitem()
-        if not has_ended:
-            _thread.has_ended[context] = False
-            break
-        context.__exit__(None, None, None)
+        # A region may end while one inside of it is open, as those of two generators
+        # do. JAX's contexts are left in the reverse order alone: enter another one.
+        del regions[context]
+        innermost = next(reversed(regions.values()), None)
+        _region(innermost).__enter__()
 
 
 def is_off() -> bool:

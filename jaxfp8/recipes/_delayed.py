@@ -60,8 +60,6 @@ class DelayedScaling(Recipe):
             TransformerEngine; `"current"` is the scale of the tensor's own amax. It
             costs one more read of the tensor in these steps, and a conditional in all
             steps. Without a backward both are that of the tensor's own amax.
-        reduce_amax: keyword-only, an option of TransformerEngine's recipe. Only True is
-            legal: an amax is always that of the whole tensor, on all devices.
         precise, min_size, pipeline_axes, fp8_residuals, wgrad_dtype: keyword-only, see
             `Recipe`.
 
@@ -74,18 +72,8 @@ class DelayedScaling(Recipe):
     amax_compute_algo: AmaxComputeAlgo = "max"
     fp8_format: Format = HYBRID
     first_step: Literal["unit", "current"] = "unit"
-    reduce_amax: dataclasses.InitVar[bool] = dataclasses.field(
-        default=True, kw_only=True
-    )
 
-    def __post_init__(self, reduce_amax: bool) -> None:
-        if reduce_amax is not True:
-            raise ValueError(
-                f"DelayedScaling: reduce_amax: expected True, got {reduce_amax!r}; an "
-                "amax is that of the whole tensor, on all devices. Stages of a "
-                "pipeline have scales of their own all the same; "
-                "shard_map(check_vma=False) takes their axes from pipeline_axes"
-            )
+    def __post_init__(self) -> None:
         self.expect_number("margin", numbers.Real, -64, 64)
         self.expect_number("amax_history_len", numbers.Integral, 1, 2**31 - 1)
         algos = "max", "most_recent"
@@ -189,7 +177,7 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
         """Return the scale of a state, f32, in a product with a backward."""
         (scale,) = scales_from([self], [state])
         history = state.amax_history if self.first_step == "current" else None
-        return dataclasses.replace(scale, history=history)
+        return scale._replace(history=history)
 
     def choose_scale(self, current_amax: Any, scale: Any, reduce: Any) -> Scale:
         """Return the scale of the state, or without a state the scale of the tensor's
@@ -205,13 +193,12 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
         # never trains would keep it for ever.
         gives_way = scale.scale == (scale.scale if self.first_step == "current" else 1)
         takes_own = gives_way.reshape(()) & is_empty(scale.history)
-        pair = scale.scale, scale.scale_inv
 
         def current_pair():
-            chosen = choose_current(current_amax, scale, reduce)
-            return chosen.scale, chosen.scale_inv
+            return choose_current(current_amax, scale, reduce)[:2]
 
-        return Scale(*jax.lax.cond(takes_own, current_pair, lambda: pair), scale.amax)
+        pair = jax.lax.cond(takes_own, current_pair, lambda: scale[:2])
+        return Scale(*pair, scale.amax)
 
 
 def scales_from(

@@ -7,7 +7,6 @@ read and written here alone, in the trace where the state is from: a state that 
 closes over, or that several calls share, is read once and written once.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,8 +36,7 @@ def shared(state: Any) -> Any:
     """Return `state` as f32, such that the cotangents of all uses of its leaves meet in
     a max.
     """
-    leaves, tree = jax.tree.flatten(state)
-    return tree.unflatten(_compat.plain(_compat.with_max(leaves)))
+    return _compat.plain(_compat.with_max(state))
 
 
 def read(quantizers: Sequence[Quantizer], state: DotGeneralState) -> DotGeneralState:
@@ -92,6 +90,7 @@ def _read_scales(leaves, quantizers, implementation) -> list[jax.Array]:
     by max, and its buffer, which has no cotangent.
     """
     dtypes = (*_RECORDED, np.dtype(np.float32)) * len(quantizers)
+    pairs = list(zip(leaves[::2], leaves[1::2], strict=True))
 
     def read(pairs):
         states = [QuantizerState(*pair) for pair in pairs]
@@ -104,13 +103,9 @@ def _read_scales(leaves, quantizers, implementation) -> list[jax.Array]:
         with using(implementation):
             return ops.write_quantizers(pairs, recorded)
 
-    results = _reading.with_next_states(read, write, _pairs(leaves))
+    results = _reading.with_next_states(read, write, pairs)
     results[2::3] = map(jax.lax.stop_gradient, results[2::3])
     return results
-
-
-def _pairs(leaves) -> list[tuple]:
-    return list(zip(leaves[::2], leaves[1::2], strict=True))
 
 
 def scales_of(
@@ -136,9 +131,8 @@ def scales_of(
     for i, scale in enumerate(scales):
         if has_backward and isinstance(scale, Scale) and scale.history is not None:
             if quantizers[i].first_step == "unit":
-                scales[i] = dataclasses.replace(scale, history=None)
-    leaves, tree = jax.tree.flatten(scales)
-    return ByQuantizer(*tree.unflatten(_compat.plain(leaves)))
+                scales[i] = scale._replace(history=None)
+    return ByQuantizer(*_compat.plain(scales))
 
 
 def scales_of_reading(
@@ -155,7 +149,7 @@ def scales_of_reading(
     Raises:
         TypeError: a quantizer is not of delayed scaling.
     """
-    numbers = ops.split_reading(jax.lax.stop_gradient(_compat.from_max(reading)))
+    numbers = ops.split_reading(jax.lax.stop_gradient(_compat.plain(reading)))
     quantizers = quantizers[: len(numbers)]
     if not all(isinstance(q, DelayedScalingQuantizer) for q in quantizers):
         raise TypeError(
@@ -174,7 +168,7 @@ def scales_of_reading(
         else:
             scales += scales_from([quantizer], [state])
         if histories is not None:
-            scales[i] = dataclasses.replace(scales[i], history=history)
+            scales[i] = scales[i]._replace(history=history)
     return scales
 
 

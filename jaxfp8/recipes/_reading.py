@@ -67,8 +67,8 @@ def without_max(tree: Any) -> Any:
 
     def of_leaf(leaf):
         if is_reading(leaf):
-            return _compat.from_max(leaf)[..., -4:-3]  # the scale of the last quantizer
-        return _compat.from_max(leaf) if _compat.is_max(leaf) else leaf
+            return _compat.plain(leaf)[..., -4:-3]  # the scale of the last quantizer
+        return _compat.plain(leaf)
 
     return jax.tree.map(of_leaf, tree)
 
@@ -145,6 +145,7 @@ def read_rows(pairs: Sequence[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
     return with_next_states(read_rows_of, ops.write_rows, pairs)
 
 
+# The conversions are inside, so that a loop keeps its inputs for the backward.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def with_next_states(read: Callable, write: Callable, states: Any) -> list[jax.Array]:
     """Return `read(states)`; the cotangents of the results give the next states.
@@ -155,7 +156,7 @@ def with_next_states(read: Callable, write: Callable, states: Any) -> list[jax.A
             quantizer that recorded nothing, which keeps its state.
         states: histories and scales.
     """
-    return read(_plain(states))
+    return read(_compat.plain(states))
 
 
 def _read_forward(read, write, states):
@@ -163,16 +164,10 @@ def _read_forward(read, write, states):
 
 
 def _read_backward(read, write, states, cotangents):
-    written = jax.tree.leaves(write(_plain(states), _compat.plain(cotangents)))
+    written = jax.tree.leaves(write(*_compat.plain((states, cotangents))))
     leaves, structure = jax.tree.flatten(states)
     new = _compat.cast(written, [leaf.dtype for leaf in leaves])
     return (structure.unflatten(new),)
 
 
 with_next_states.defvjp(_read_forward, _read_backward)
-
-
-def _plain(tree):
-    """Return a tree of state with float32 in place of the max dtypes."""
-    leaves, structure = jax.tree.flatten(tree)
-    return structure.unflatten(_compat.plain(leaves))

@@ -184,7 +184,7 @@ def warn_of_rules(
     matrices = {path: shape for path, shape in params.items() if shape}
     largest = []
     for path, shape in sorted(matrices.items(), key=lambda item: -math.prod(item[1])):
-        index = first_match(rules, [relative(path[:-1], ())])
+        index = first_match(rules, layer_names(path[:-1], False))
         is_asked_for = index is not None and rules[index].recipe is not None
         name = "/".join(map(str, path))
         # An embedding is looked up, or added to.
@@ -236,21 +236,15 @@ def module_rule(rules: Sequence[Rule], path: tuple, root: tuple = ()) -> Rule | 
 
 
 def layer_names(path: tuple, is_product: bool, root: tuple = ()) -> list[str]:
-    """Return the names that rules have for the layer at `path`, in a model at `root`;
-    empty outside of the model.
+    """Return the names that rules have for the layer at `path`, in a model at `root`:
+    the path below the root, joined by `/`; empty outside of the model.
 
     A product also answers to the path of the layer around it.
     """
-    names = [relative(path, root)]
-    if is_product and path:
-        names.append(relative(path[:-1], root))
-    return [name for name in names if name is not None]
-
-
-def relative(path: tuple, root: tuple) -> str | None:
-    """Return the part of `path` below `root`, joined by `/`, as rules see it; None
-    where `path` is not below `root`.
-    """
     if path[: len(root)] != root:
-        return None
-    return "/".join(map(str, path[len(root) :]))
+        return []
+    parts = list(map(str, path[len(root) :]))
+    names = ["/".join(parts)]
+    if is_product and parts:
+        names.append("/".join(parts[:-1]))
+    return names

@@ -2,8 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -26,9 +25,7 @@ class QuantizerState:
     scale: jax.Array
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Scale:
+class Scale(NamedTuple):
     """What a state of delayed scaling gives its quantizer for one step.
 
     Attributes:
@@ -100,37 +97,27 @@ def init_state(recipe: Recipe) -> DotGeneralState:
     return DotGeneralState(*(quantizer.init() for quantizer in quantizers))
 
 
-def map_variables(recipe: Recipe, function: Callable[..., Any]) -> DotGeneralState:
-    """Return the state of a product with `function(name, first)` in place of each leaf.
+@functools.lru_cache(maxsize=256)
+def variable_names(recipe: Recipe) -> DotGeneralState:
+    """Return the state of a product with the name of its Flax variable in place of each
+    leaf.
 
-    `name` is that of a Flax variable, and `first()` gives the leaf of
-    `init_state(recipe)`. The name begins with the role in `recipe.operands`:
-    `input_amax_history`, in a custom recipe `linear_input_amax_history`. A state that
-    is an array itself is called `input_state`.
+    The name begins with the role in `recipe.operands`: `input_amax_history`, in a
+    custom recipe `linear_input_amax_history`. A state that is an array itself is called
+    `input_state`.
     """
-    # Most calls only read variables: make arrays where a variable is new, and no
-    # sooner.
-    first_leaves = functools.cache(
-        lambda: dict(jax.tree_util.tree_leaves_with_path(init_state(recipe)))
-    )
 
-    def leaf(path, _):
+    def name_of(path, leaf):
         field, *rest = path
         name = jax.tree_util.keystr(tuple(rest), simple=True, separator="_")
-        name = f"{operands[field.name]}_{name or 'state'}"
-        return function(name, lambda: first_leaves()[path])
+        return f"{operands[field.name]}_{name or 'state'}"
 
     # A custom recipe has names of its own, for the first five.
     operands = dict(zip(ByQuantizer._fields, recipe.operands, strict=False))
-    return jax.tree_util.tree_map_with_path(leaf, _types_of_state(recipe))
-
-
-@functools.lru_cache(maxsize=256)
-def _types_of_state(recipe) -> DotGeneralState:
-    """Return `init_state(recipe)` with types in place of arrays."""
-    return jax.eval_shape(lambda: init_state(recipe))
+    types = jax.eval_shape(lambda: init_state(recipe))
+    return jax.tree_util.tree_map_with_path(name_of, types)
 
 
 def keeps_state(recipe: Recipe) -> bool:
     """Tell whether products with this recipe have a state."""
-    return bool(jax.tree.leaves(_types_of_state(recipe)))
+    return bool(jax.tree.leaves(variable_names(recipe)))

@@ -172,32 +172,38 @@ class QTensor:
                 square, so that `data_t` has codes of its own; or `function` gives codes
                 and scales whose shapes do not fit.
         """
-        scale_inv = self.scale_inv
         if not self.has_one_code:
             raise ValueError(
                 "QTensor.map: expected a tensor with one scale, or with square "
-                f"blocks, got scales of shape {scale_inv.shape} for blocks "
+                f"blocks, got scales of shape {self.scale_inv.shape} for blocks "
                 f"{self.block}; move the kernel before it is quantized"
             )
-        codes = function(jax.lax.bitcast_convert_type(self.data, jnp.uint8))
-        data = jax.lax.bitcast_convert_type(codes, self.data.dtype)
+        q = self.moved(function)
         if not self.has_one_scale:
-            scale_inv = function(scale_inv)
-            needed = (*data.shape[:-2], *_blocks.count(self.block, *data.shape[-2:]))
-            if self.ndim != self.scale_inv.ndim or scale_inv.shape != needed:
+            got = q.scale_inv.shape
+            needed = (*q.shape[:-2], *_blocks.count(self.block, *q.shape[-2:]))
+            if self.ndim != self.scale_inv.ndim or got != needed:
                 raise ValueError(
                     f"QTensor.map: function: expected whole blocks {self.block} to "
-                    f"move, scales {needed} beside codes {data.shape}; got "
-                    f"{scale_inv.shape}; move the kernel before it is quantized"
+                    f"move, scales {needed} beside codes {q.shape}; got {got}; move "
+                    "the kernel before it is quantized"
                 )
-        source = jax.tree.map(function, self.source)
+        return q
+
+    def moved(self, function: Callable[[jax.Array], jax.Array]) -> "QTensor":
+        """Return the QTensor without `data_t`, with codes, scales of blocks and source
+        moved by `function`, which moves whole blocks.
+        """
+        scale_inv = self.scale_inv
+        if not self.has_one_scale:
+            scale_inv = through_bytes(function, scale_inv)
         return dataclasses.replace(
             self,
-            data=data,
+            data=through_bytes(function, self.data),
             data_t=None,
             scale_inv=scale_inv,
             scale_inv_t=None,
-            source=source,
+            source=jax.tree.map(function, self.source),
             cols=1,
         )
 
@@ -221,6 +227,17 @@ class QTensor:
             data, scale_inv = _final((data, scale_inv))
             values = dequantized(data, scale_inv, self.block, self.cols).astype(dtype)
         return values if self.source is None else _straight_through(self.source, values)
+
+
+def through_bytes(
+    function: Callable[[jax.Array], jax.Array], x: jax.Array
+) -> jax.Array:
+    """Return `function(x)`; a dtype of one byte goes through it as uint8, because XLA
+    widens float8 numbers where it cannot move them.
+    """
+    if x.dtype.itemsize > 1:
+        return function(x)
+    return function(x.view(jnp.uint8)).view(x.dtype)
 
 
 @jax.custom_jvp
