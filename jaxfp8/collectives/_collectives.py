@@ -1,5 +1,5 @@
-"""The collective all_to_all, which sends FP8 codes, and the codes of a cotangent
-back.
+"""The collectives all_to_all and all_gather, which send FP8 codes, and the codes of a
+cotangent back.
 """
 
 import dataclasses
@@ -92,15 +92,55 @@ def all_to_all(
             missing, or has another shape or history length; or the collective cuts or
             joins the last dimension, along which elements share scales.
     """
-    is_one = not isinstance(axis_name, (tuple, list))
-    axis_names = (axis_name,) if is_one else tuple(axis_name)
-    axes = _axis("split_axis", split_axis, x), _axis("concat_axis", concat_axis, x)
-    return transfer(AllToAll(axis_names, axes, tiled), x, recipe, state)
+    op = "all_to_all"
+    split_axis = _axis(op, "split_axis", split_axis, x)
+    concat_axis = _axis(op, "concat_axis", concat_axis, x)
+    both = AllToAll(_names(axis_name), (split_axis, concat_axis), tiled)
+    return transfer(both, x, recipe, state)
 
 
-def _axis(name, axis, x):
-    """Return a dimension of x, counted from the front."""
-    return normalize_axis_index(axis, np.ndim(x), f"all_to_all: {name}")
+def all_gather(
+    x: ArrayLike,
+    axis_name: str | tuple[str, ...],
+    *,
+    axis: int = 0,
+    recipe: Recipe | None,
+    state: DotGeneralState | None = None,
+    tiled: bool = False,
+) -> QTensor:
+    """Compute `jax.lax.all_gather` inside `shard_map`, with FP8 codes on the wire.
+
+        y = jax.lax.all_gather(q(x), axis_name, axis=axis, tiled=tiled)
+
+    See `all_to_all` for codes, scales and state. The gradient differs: it is a sum over
+    devices, the `jax.lax.psum_scatter` of the cotangent in the dtype of x, and the
+    cotangent of `state.output_grad` is zero.
+
+    Args:
+        x, axis_name, recipe, state, tiled: see `all_to_all`.
+        axis: see `jax.lax.all_gather`; with scales of rows or blocks not the last
+            dimension of y.
+
+    Returns:
+        A QTensor of the shape of y; see `all_to_all`.
+
+    Raises:
+        NameError, TypeError, ValueError: see `all_to_all`.
+    """
+    axis = _axis("all_gather", "axis", axis, x, more=0 if tiled else 1)
+    return transfer(AllGather(_names(axis_name), (axis,), tiled), x, recipe, state)
+
+
+def _names(axis_name):
+    """Return mesh axes as a tuple."""
+    return tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+
+
+def _axis(op, name, axis, x, more=0):
+    """Return a dimension of x, or of a result with `more` dimensions, counted from the
+    front.
+    """
+    return normalize_axis_index(axis, np.ndim(x) + more, f"{op}: {name}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,13 +150,18 @@ class AllToAll:
 
     Attributes:
         axis_names: the mesh axes.
-        axes: the dimensions that it cuts and joins.
+        axes: the dimensions of the result that the collective cuts or joins.
         tiled: see `jax.lax.all_to_all`.
+        name: the name of the public function, for messages.
+        sums_back: whether `send_back` adds the arrays of several devices, so that it
+            cannot take codes.
     """
 
     axis_names: tuple[str, ...]
-    axes: tuple[int, int]
+    axes: tuple[int, ...]
     tiled: bool
+    name = "all_to_all"
+    sums_back = False
 
     def send(self, x):
         return lax.all_to_all(x, self.axis_names, *self.axes, tiled=self.tiled)
@@ -125,18 +170,34 @@ class AllToAll:
         return lax.all_to_all(x, self.axis_names, *self.axes[::-1], tiled=self.tiled)
 
 
+class AllGather(AllToAll):
+    """`jax.lax.all_gather`, its arguments included; see `AllToAll`."""
+
+    name = "all_gather"
+    sums_back = True
+
+    def send(self, x):
+        return lax.all_gather(x, self.axis_names, axis=self.axes[0], tiled=self.tiled)
+
+    def send_back(self, x):
+        (axis,) = self.axes
+        return lax.psum_scatter(
+            x, self.axis_names, scatter_dimension=axis, tiled=self.tiled
+        )
+
+
 def transfer(collective, x, recipe, state, part=None) -> QTensor:
     """Quantize x, send its codes, and return the QTensor that arrives.
 
     Args:
-        collective: the `AllToAll`.
+        collective: an `AllToAll`, which may be an `AllGather`.
         x, recipe, state: as `all_to_all` takes them.
         part: see `_Transfer`.
     """
-    x = _checks.high_precision("all_to_all", "x", x, 1)
+    x = _checks.high_precision(collective.name, "x", x, 1)
     if recipe is None:
         recipe, state = HighPrecision(pipeline_axes=()), None
-    quantizers, state = checked_quantizers("all_to_all", recipe, state)
+    quantizers, state = checked_quantizers(collective.name, recipe, state)
     if x.size == 0:  # an array without elements leaves the state as it is
         quantizers = HighPrecision().quantizers()
         state = DotGeneralState(None, None, None)
@@ -212,7 +273,7 @@ class _Transfer:
             scales, block = jnp.broadcast_to(scales, (math.prod(rows), 1)), (1, None)
         if scales.shape[0] != math.prod(rows) or data.ndim - 1 in self.collective.axes:
             raise ValueError(
-                "all_to_all: recipe: expected one scale for the tensor "
+                f"{self.collective.name}: recipe: expected one scale for the tensor "
                 "on all devices, or whole rows that have scales of their own; the "
                 f"scales of x{list(q.shape)} are {list(q.scale_inv.shape)}, and the "
                 f"collective moves dimensions {self.collective.axes} of "
@@ -262,7 +323,9 @@ def _transfer_fwd(both, x, state):
 
 
 def _transfer_bwd(both, residuals, cotangents):
-    """Send the cotangent back as codes of `output_grad`."""
+    """Send the cotangent back as codes of `output_grad`; where devices add cotangents,
+    in its own dtype.
+    """
     (q, grad_scale, reading), x = residuals
     ct, _ = cotangents
     # A cotangent of zeros is quantized all the same: x has run, so its state has a next
@@ -270,6 +333,8 @@ def _transfer_bwd(both, residuals, cotangents):
     if isinstance(ct, SymbolicZero):
         ct = jnp.zeros(ct.shape, ct.dtype)
     quantizer = both.quantizers.output_grad
+    if both.collective.sums_back:
+        quantizer = HighPrecisionQuantizer()
     with _support.using(both.implementation):
         dx, _, grad = both.move(
             both.collective.send_back, quantizer, ct, grad_scale, x.value.dtype

@@ -60,6 +60,8 @@ class DelayedScaling(Recipe):
             TransformerEngine; `"current"` is the scale of the tensor's own amax. It
             costs one more read of the tensor in these steps, and a conditional in all
             steps. Without a backward both are that of the tensor's own amax.
+        reduce_amax: keyword-only, an option of TransformerEngine's recipe. Only True is
+            legal: an amax is always that of the whole tensor, on all devices.
         precise, min_size, pipeline_axes, fp8_residuals, wgrad_dtype: keyword-only, see
             `Recipe`.
 
@@ -72,8 +74,18 @@ class DelayedScaling(Recipe):
     amax_compute_algo: AmaxComputeAlgo = "max"
     fp8_format: Format = HYBRID
     first_step: Literal["unit", "current"] = "unit"
+    reduce_amax: dataclasses.InitVar[bool] = dataclasses.field(
+        default=True, kw_only=True
+    )
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, reduce_amax: bool) -> None:
+        if reduce_amax is not True:
+            raise ValueError(
+                f"DelayedScaling: reduce_amax: expected True, got {reduce_amax!r}; an "
+                "amax is that of the whole tensor, on all devices. Stages of a "
+                "pipeline have scales of their own all the same; "
+                "shard_map(check_vma=False) takes their axes from pipeline_axes"
+            )
         self.expect_number("margin", numbers.Real, -64, 64)
         self.expect_number("amax_history_len", numbers.Integral, 1, 2**31 - 1)
         algos = "max", "most_recent"

@@ -1,4 +1,4 @@
-"""all_to_all in numpy, as a choice of elements; programs of several uses of one state,
+"""Collectives in numpy, as a choice of elements; programs of several uses of one state,
 and what they must give.
 """
 
@@ -39,10 +39,14 @@ def mesh():
 class Case:
     """A collective: of the package without x, recipe and state; and in numpy, of
     `[DEVICES, *shard]`.
+
+    Attributes:
+        sums_back: whether cotangents are summed, in high precision.
     """
 
     send: Callable
     choose: Callable
+    sums_back: bool = False
 
 
 def _all_to_all(x):
@@ -74,6 +78,16 @@ CASES = {
             collectives.all_to_all, axis_name="e", split_axis=0, concat_axis=-2
         ),
         _all_to_all,
+    ),
+    "all_gather": Case(
+        functools.partial(collectives.all_gather, axis_name="e", axis=1),
+        lambda x: np.stack([np.moveaxis(x, 0, 1)] * DEVICES),
+        sums_back=True,
+    ),
+    "all_gather tiled": Case(
+        functools.partial(collectives.all_gather, axis_name="e", tiled=True),
+        lambda x: np.stack([np.concatenate(list(x))] * DEVICES),
+        sums_back=True,
     ),
 }
 
@@ -208,12 +222,16 @@ def results(case: Case, name, x, grad, state: oracle.LayerState):
     """`(y, dx)` of one use, in numpy."""
     elements = case.choose(np.arange(x.size).reshape(x.shape))
     y = quantized(name, x, state.input, False).reshape(-1)[elements]
-    dx = np.zeros(x.size, grad.dtype)
-    dx[elements] = quantized(name, grad, state.output_grad, True)
-    return y, dx.reshape(x.shape)
+    if case.sums_back:
+        dx = np.zeros(x.size)
+        np.add.at(dx, elements.reshape(-1), grad.astype(np.float64).reshape(-1))
+    else:
+        dx = np.zeros(x.size, grad.dtype)
+        dx[elements] = quantized(name, grad, state.output_grad, True)
+    return y, dx.astype(grad.dtype).reshape(x.shape)
 
 
-def next_state(xs, grads, state: oracle.LayerState):
+def next_state(case: Case, xs, grads, state: oracle.LayerState):
     """The next state of delayed scaling: the largest amax of the uses that have one;
     zeros of what is not used.
     """
@@ -223,7 +241,7 @@ def next_state(xs, grads, state: oracle.LayerState):
         return oracle.next_state(old, oracle.select_scale(old, fmt), max(amaxes))
 
     unused = oracle.State(np.zeros(HISTORY, F32), F32(0))
-    grad = after(state.output_grad, oracle.E5M2, grads)
+    grad = unused if case.sums_back else after(state.output_grad, oracle.E5M2, grads)
     return pack(oracle.LayerState(after(state.input, oracle.E4M3, xs), unused, grad))
 
 
@@ -244,4 +262,4 @@ def compare(case_name, recipe_name, program=loop, check_vma=True, given=None) ->
         got = np.where(np.isnan(wanted) & np.isnan(got), wanted, got)
         oracle.assert_bitwise(got, wanted, what)
     if rule is None:
-        assert_same_bits(after, next_state(xs, grads, state), "next state")
+        assert_same_bits(after, next_state(case, xs, grads, state), "next state")

@@ -90,6 +90,7 @@ OPTIONS = [
     ([DELAYED], "first_step", VALUE, ["none", None]),
     ([DELAYED], "amax_history_len", (TYPE, VALUE), [0, -1, 2.5, "8", 2**31, 10**400]),
     ([DELAYED], "margin", (TYPE, VALUE), ["1", None, np.nan, np.inf]),
+    ([DELAYED], "reduce_amax", VALUE, [False, None, "yes"]),
     ([DELAYED], "fp8_residuals", TYPE, [1, "fp8", None]),
     ([DELAYED], "wgrad_dtype", TYPE, ["fp8", jnp.float8_e4m3fn, np.float64, 3]),
     *[
@@ -355,7 +356,7 @@ def test_recipes_are_values():
     }
     assert (
         DELAYED()
-        == DELAYED(**defaults, first_step="unit")
+        == DELAYED(**defaults, first_step="unit", reduce_amax=True)
         == dataclasses.replace(DELAYED())
     )
 
