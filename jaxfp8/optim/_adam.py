@@ -51,9 +51,9 @@ def adamw(
         params, opt_state = tx.apply(grads, opt_state, params)
 
     For a large leaf, or for several small ones, one op decodes moments, averages,
-    divides and encodes: no moment is in memory in f32, but on TPUs. `apply` also writes
-    the next parameters, so that a step moves 16.3 bytes a parameter; float32 Adam moves
-    28, and `update` with `optax.apply_updates` 24.3. `update` is that of any
+    divides and encodes: no moment is in memory in f32, but where jnp runs. `apply` also
+    writes the next parameters, so that a step moves 16.3 bytes a parameter; float32
+    Adam moves 28, and `update` with `optax.apply_updates` 24.3. `update` is that of any
     transformation, for `optax.chain` and everything that takes one.
 
         m = (1 - b1) g + b1 m
