@@ -1,6 +1,6 @@
 """adam_update: a whole step of Adam on moments in FP8, for many leaves at once."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ class AdamLeaf(NamedTuple):
         grads: f32, of any shape.
         params: f32 in that shape; None where the update is the result, and not the next
             parameters.
-        mu, nu: the moments, each `(data, amax, exponent)`.
+        mu, nu: the moments, each a tree of data, amax and exponent.
         keys: u32 `[2, ...]`, for mu and for nu in the shape of its amaxes, for the
             random bits of rounding, as in `encode_moment`.
         numbers: f32 `[11]`: b1, 1 - b1, b2, 1 - b2, the inverses of 1 - b1**t and 1 -
@@ -36,8 +36,8 @@ class AdamLeaf(NamedTuple):
 
     grads: jax.Array
     params: jax.Array | None
-    mu: tuple[jax.Array, jax.Array, jax.Array]
-    nu: tuple[jax.Array, jax.Array, jax.Array]
+    mu: Any
+    nu: Any
     keys: jax.Array
     numbers: jax.Array
 
@@ -63,8 +63,8 @@ def adam_update(leaves, axes):
         axes: for each leaf the axis that blocks cut.
 
     Returns:
-        For each leaf `(p, mu, nu)`, without params `(u, mu, nu)`. In place, where XLA
-        finds that it can: p in params, u in grads.
+        For each leaf `(p, mu, nu)`, without params `(u, mu, nu)`, the moments in the
+        trees that came. In place, where XLA finds that it can: p in params, u in grads.
     """
     results = []
     for part in _batched(list(zip(leaves, axes, strict=True)), MAX_LEAVES):
@@ -79,9 +79,9 @@ def adam_update(leaves, axes):
             operands += [*rest, leaf.numbers, grads]
         op = _AdamUpdate((None,) * len(part), part[0][0].params is not None)
         stepped = _batched(op(*operands), _ADAM_RESULTS)
-        for (_, axis), arrays in zip(part, stepped, strict=True):
-            out, *both = (jnp.moveaxis(x, -1, axis) for x in arrays)
-            results.append((out, tuple(both[:3]), tuple(both[3:])))
+        for (leaf, axis), arrays in zip(part, stepped, strict=True):
+            treedef = jax.tree.structure((leaf.grads, leaf.mu, leaf.nu))
+            results.append(treedef.unflatten(jnp.moveaxis(x, -1, axis) for x in arrays))
     return results
 
 
