@@ -113,7 +113,7 @@ def _reduce(function, blocks):
     return function(blocks, axis=-1)
 
 
-def encoded(blocks, top, bottom, keys, squared):
+def encoded(blocks, top, bottom, keys=None, *, squared):
     """Return the codes of all elements, as int32, and the exponents of their blocks.
 
     Args:
@@ -334,7 +334,7 @@ def adam_step(*operands, vmap_dims):
     for x, of_blocks, key, squared in zip(
         (m, v), spans, keys, (False, True), strict=True
     ):
-        codes, exponent = encoded(x, *of_blocks, key, squared)
+        codes, exponent = encoded(x, *of_blocks, key, squared=squared)
         codes = jnp.where(jnp.abs(x) < np.inf, codes, NAN_CODE)
         codes = jnp.where(x == np.inf, INF_CODE, codes) if squared else codes
         data = codes.astype(jnp.uint8).view(E4M3.dtype)

@@ -112,22 +112,16 @@ class _EncodeMoment(Op):
         return [data.dtype, amax.dtype, exponent.dtype]
 
     def reference(self, data, amax, exponent, after, *keys):
-        # 1. Read the moment for the numbers of its blocks. The barriers keep XLA from
-        #    storing what its decoding, this step and the next have in common, which
-        #    would be more bytes than the moment.
-        codes, after = lax.optimization_barrier((data.view(jnp.uint8), after))
-        keep = codec.decodes_to(codec.split(after), codec.split(codes), amax, exponent)
-        top, bottom = codec.span(codec.split(after))
+        # The barrier keeps XLA from storing what both of its sides have in common.
+        codes, after = codec.split(data.view(jnp.uint8)), codec.split(after)
+        keep = codec.decodes_to(after, codes, amax, exponent)
         old, after, keep, top, bottom = lax.optimization_barrier(
-            (codes, after, keep, top, bottom)
+            (codes, after, keep, *codec.span(after))
         )
-
-        # 2. Encode all blocks, and keep the bits of those that are the same. Select
-        #    bytes: XLA's CPU compiler may move FP8 through float16.
-        codes, power = codec.encoded(
-            codec.split(after), top, bottom, keys[0] if keys else None, self.squared
-        )
-        codes = jnp.where(codec.each(keep), codec.split(old), codes.astype(jnp.uint8))
+        codes, power = codec.encoded(after, top, bottom, *keys, squared=self.squared)
+        # Keep the bits of blocks that are the same. Select bytes: XLA's CPU compiler
+        # may move FP8 through float16.
+        codes = jnp.where(codec.each(keep), old, codes.astype(jnp.uint8))
         data = codec.join(codes, data.shape).view(data.dtype)
         return data, jnp.where(keep, amax, top), jnp.where(keep, exponent, power)
 
