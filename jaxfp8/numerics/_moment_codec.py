@@ -18,8 +18,10 @@ _MAX_INV = np.float32(1 / E4M3.max)
 NAN_CODE = 0x7F
 INF_CODE = 0xFF  # of squares: a NaN with a sign
 _NAN_BITS = np.int32(0x7FC00000)
-_MIN_NORMAL_BITS = np.uint32(0x00800000)
-_INF_BITS = np.uint32(0x7F800000)
+_SMALLEST_F32 = np.float32(2.0**-126)
+# The smallest terms of a step of Adam, of which no difference or sum is subnormal.
+_LEAST = np.float32(2.0**-102)
+_LEAST_SQUARE = np.float32(2.0**-125)
 _DROPPED_BITS = 20  # of the significand of an f32, in e4m3
 _FRACTION = (1 << _DROPPED_BITS) - 1
 _BIAS = 120  # of the exponents of f32, less that of e4m3
@@ -58,6 +60,7 @@ def decoded(codes, amax, exponent):
     sign of a magnitude, which is 0. `codes` are u8, because GPUs do not keep the sign
     of a NaN that they convert.
     """
+    amax, exponent = each_amax(amax), each(exponent)
     magnitudes = codes & np.uint8(0x7F)
     sign = (codes & np.uint8(0x80)).astype(jnp.int32) << 24
     if _tpu.is_target():
@@ -87,49 +90,34 @@ def _decoded_fraction(codes, exponent, zero=0):
     return jnp.where(exponent > zero, _scaling.round_sqrt(power), power * factor)
 
 
-def changes_and_span(codes, amax, exponent, blocks, axis):
-    """Return of each block, by one reduction: whether it decodes to its bits, its
-    largest and its smallest number.
+def decodes_to(blocks, codes, amax, exponent):
+    """Return of each block whether its codes decode to its bits."""
+    before = decoded(codes, amax, exponent)
+    changed = _scaling.to_bits(before) != _scaling.to_bits(blocks)
+    return _reduce(jnp.max, changed.astype(jnp.float32)) == 0
+
+
+def span(blocks):
+    """Return the largest and the smallest normal magnitude of each block; 0 and
+    infinity where it has none.
     """
-    before = decoded(codes, each_amax(amax, axis), each(exponent, axis))
-    changed = _scaling.to_bits(before) ^ _scaling.to_bits(blocks)
-    return span(blocks, axis, changed)
+    magnitudes = jnp.abs(blocks)
+    is_normal = (magnitudes >= _SMALLEST_F32) & (magnitudes < np.inf)
+    top = _reduce(jnp.max, jnp.where(is_normal, magnitudes, 0))
+    return top, _reduce(jnp.min, jnp.where(is_normal, magnitudes, np.inf))
 
 
-def span(blocks, axis, *changed):
-    """Return the largest and the smallest number of each block, by one reduction; 0 and
-    infinity of a block of zeros. Before them comes whether `changed` is 0 in the block.
-
-    Unsigned bits of magnitudes sort like the magnitudes. Less the bits of Inf, finite
-    numbers wrap around and are larger than Inf and NaN, which the max so skips; less
-    the bits of the smallest normal number, zeros and subnormal numbers wrap around,
-    which the min so skips.
-    """
+def _reduce(function, blocks):
     if _tpu.is_target():
-        return *[_tpu.all_zero(x, axis) for x in changed], *_tpu.span(blocks, axis)
-    bits = (_scaling.to_bits(blocks) & 0x7FFFFFFF).astype(jnp.uint32)
-    operands = *changed, bits - _INF_BITS, bits - _MIN_NORMAL_BITS
-    first = np.int32(0), np.uint32(2**32 - 0x7F800000), _INF_BITS - _MIN_NORMAL_BITS
-    *changed, top, bottom = lax.reduce(
-        operands, first[-len(operands) :], _further, (blocks.ndim + axis,)
-    )
-    top, bottom = top + _INF_BITS, bottom + _MIN_NORMAL_BITS
-    top = _magnitude(top.view(jnp.float32))
-    return *[x == 0 for x in changed], top, bottom.view(jnp.float32)
+        return _tpu.reduce_blocks(function, blocks)
+    return function(blocks, axis=-1)
 
 
-def _further(x, y):
-    *changed, x_top, x_bottom = x
-    *also_changed, y_top, y_bottom = y
-    changed = map(lax.bitwise_or, changed, also_changed)
-    return *changed, jnp.maximum(x_top, y_top), jnp.minimum(x_bottom, y_bottom)
-
-
-def encoded(blocks, top, bottom, keys, squared, axis):
+def encoded(blocks, top, bottom, keys=None, *, squared):
     """Return the codes of all elements, as int32, and the exponents of their blocks.
 
     Args:
-        blocks: f32, with the elements of a block along `axis`, counted from the end.
+        blocks: f32, with the elements of a block along the last axis.
         top, bottom: the `span` of the blocks.
         keys: u32, one for each block, for random bits; None rounds to nearest.
         squared: whether the elements are squares.
@@ -139,9 +127,9 @@ def encoded(blocks, top, bottom, keys, squared, axis):
     exponent = jnp.where(
         bottom >= top * of_2, 1, jnp.where(bottom >= top * of_1, 0, -1)
     ).astype(jnp.int8)
-    power, random_bits = _exponent_and_random_bits(exponent, keys, blocks, axis)
-    magnitude = _magnitude(blocks)
-    u = _fraction(magnitude, top, axis)
+    power, random_bits = _exponent_and_random_bits(exponent, keys, blocks)
+    magnitude = _above(jnp.abs(blocks), _SMALLEST_F32)
+    u = _fraction(magnitude, top)
     y = _MAX * jnp.where(
         power > 0, u * u, jnp.where(power < 0, _scaling.round_sqrt(u), u)
     )
@@ -160,65 +148,50 @@ def encoded(blocks, top, bottom, keys, squared, axis):
     ), exponent
 
 
-def _magnitude(blocks):
-    """Return |x|, with 0 for subnormal numbers.
-
-    The comparison is one of integers: XLA's CPU compiler turns float comparisons with 0
-    and Inf into tests of bits, which do not flush subnormal numbers.
-    """
-    bits = _scaling.to_bits(blocks) & 0x7FFFFFFF
-    return jnp.where(bits < _MIN_NORMAL_BITS.astype(np.int32), 0, bits).view(
-        jnp.float32
-    )
+def _above(x, least=_LEAST):
+    """Return 0 in place of what is below `least`."""
+    return jnp.where(jnp.abs(x) < least, np.float32(0), x)
 
 
-def split(x, axis):
-    """Split an axis, counted from the end, into blocks and their elements, with zeros
-    to fill the last block up.
+def split(x):
+    """Split the last axis into blocks and their elements, with zeros to fill the last
+    block up.
 
     In programs for TPUs the axis stays one, of whole blocks.
     """
-    size, place = x.shape[axis], x.ndim + axis
+    *leading, size = x.shape
     width = BLOCK if _tpu.is_target() else min(max(size, 1), BLOCK)
     count = -(-size // width)
     if missing := count * width - size:
-        widths = [(0, 0)] * x.ndim
-        widths[axis] = 0, missing
-        x = jnp.pad(x, widths)
-    if _tpu.is_target():
-        return x
-    return x.reshape(*x.shape[:place], count, width, *x.shape[place + 1 :])
+        x = jnp.pad(x, [(0, 0)] * len(leading) + [(0, missing)])
+    return x if _tpu.is_target() else x.reshape(*leading, count, width)
 
 
-def join(blocks, axis, shape):
+def join(blocks, shape):
     """Undo `split` of an array of `shape`."""
-    place = len(shape) + axis
     if not _tpu.is_target():
-        size = blocks.shape[place] * blocks.shape[place + 1]
-        blocks = blocks.reshape(*shape[:place], size, *shape[place + 1 :])
-    return lax.slice_in_dim(blocks, 0, shape[place], axis=place)
+        blocks = lax.collapse(blocks, len(shape) - 1)
+    return lax.slice_in_dim(blocks, 0, shape[-1], axis=-1)
 
 
-def each(numbers, axis):
+def each(numbers):
     """Give each element the number of its block: an array that broadcasts to the blocks
     of `split`.
     """
-    if _tpu.is_target():
-        return _tpu.each(numbers, axis)
-    return jnp.expand_dims(numbers, axis)
+    return _tpu.each(numbers) if _tpu.is_target() else numbers[..., None]
 
 
-def each_amax(amax, axis):
+def each_amax(amax):
     """Give each element the amax of its block."""
     if not _tpu.is_target():
-        return each(amax, axis)
+        return each(amax)
     # The last bits of a small amax are below 2**-126. Its sign tells that it is larger.
     is_small = amax < np.float32(2.0**-64)
-    amax = each(jnp.where(is_small, amax * np.float32(-(2.0**64)), amax), axis)
+    amax = each(jnp.where(is_small, amax * np.float32(-(2.0**64)), amax))
     return jnp.where(amax < 0, amax * np.float32(-(2.0**-64)), amax)
 
 
-def _exponent_and_random_bits(exponent, keys, blocks, axis):
+def _exponent_and_random_bits(exponent, keys, blocks):
     """Give each element the exponent of its block, and u32: a polynomial in its number
     i with random coefficients.
 
@@ -230,23 +203,22 @@ def _exponent_and_random_bits(exponent, keys, blocks, axis):
     are no random bits.
     """
     if keys is None:
-        return each(exponent, axis), None
+        return each(exponent), None
     if _tpu.is_target():
         # Two numbers of 24 bits: half of a key, and the other half with an exponent.
         high = keys >> 16 | (exponent + 1).astype(jnp.uint32) << 16
-        words = [_tpu.each(x.astype(jnp.int32), axis) for x in (keys & 0xFFFF, high)]
+        words = [_tpu.each(x.astype(jnp.int32)) for x in (keys & 0xFFFF, high)]
         low, high = lax.optimization_barrier(words)
         keys, exponent = (high << 16 | low).astype(jnp.uint32), (high >> 16) - 1
     else:
-        keys, exponent = each(keys, axis), each(exponent, axis)
-    shape = [1] * blocks.ndim
-    shape[axis] = blocks.shape[axis]
-    i = lax.broadcasted_iota(jnp.uint32, shape, blocks.ndim + axis) % np.uint32(BLOCK)
+        keys, exponent = each(keys), each(exponent)
+    places = lax.broadcasted_iota(jnp.uint32, blocks.shape, blocks.ndim - 1)
+    i = places % np.uint32(BLOCK)
     linear = mix(keys)
     return exponent, keys + i * (linear + i * mix(linear))
 
 
-def _fraction(magnitude, amax, axis):
+def _fraction(magnitude, amax):
     """Divide by the amax: u in [0, 1], with an error of at most 1.5 ulp."""
     # The inverse of an amax above 2**126 would be subnormal. A sign tells that an
     # inverse is 2**32 times as large.
@@ -255,7 +227,7 @@ def _fraction(magnitude, amax, axis):
     inverse = _scaling.round_quotient(
         jnp.ones_like(amax), jnp.maximum(amax, np.float32(2.0**-126))
     )
-    inverse = each(jnp.where(is_large, -inverse, inverse), axis)
+    inverse = each(jnp.where(is_large, -inverse, inverse))
     unit = jnp.where(inverse < 0, np.float32(2.0**-32), np.float32(1))
     return jnp.minimum(magnitude * unit * jnp.abs(inverse), 1)
 
@@ -327,73 +299,44 @@ def _round_square(y, exponent, random_bits):
 
 # A step of Adam -----------------------------------------------------------------------
 
-_SMALLEST_F32 = np.float32(2.0**-126)
-# The smallest terms of a step, of which no difference or sum is subnormal.
-_LEAST = np.float32(2.0**-102)
-_LEAST_SQUARE = np.float32(2.0**-125)
 
-
-def adam_step(grads, *operands, axis, vmap_dims):
+def adam_step(*operands, vmap_dims):
     """Take the step of one leaf, as `jaxfp8.ops._adam_update.adam_update` says.
 
-    It reads its operands twice: for the numbers of blocks, and for the codes. The
-    barriers keep XLA from storing what both have in common, which would be more bytes
-    than the moments. TPUs store it: their memory moves more bytes while they decode.
-    Between a product and a sum is always a selection: compilers would round the two at
-    once on some platforms.
+    The barrier keeps the averages, of which the numbers of blocks come first and then
+    the codes. Between a product and a sum is always a selection: compilers would round
+    the two at once on some platforms.
     """
-    *params, mu, mu_amax, mu_exponent, nu, nu_amax, nu_exponent, keys, numbers = (
-        operands
-    )
-    keys = jnp.moveaxis(keys, vmap_dims, 0)
-    block_dims = grads.ndim + (not _tpu.is_target())
-    broadcast = (*numbers.shape[:vmap_dims], *[1] * (block_dims - vmap_dims), 11)
+    *params, keys, numbers, grads = operands
+    *params, mu, mu_amax, mu_exponent, nu, nu_amax, nu_exponent = params
+    mu, nu, grads = split(mu.view(jnp.uint8)), split(nu.view(jnp.uint8)), split(grads)
+    numbers = lax.expand_dims(numbers, range(vmap_dims, grads.ndim))
     b1, one_less_b1, b2, one_less_b2, c1, c2, eps_root, eps, rate, decay, factor = (
-        jnp.unstack(numbers.reshape(broadcast), axis=-1)
+        jnp.unstack(numbers, axis=-1)
     )
-    mu_scales = each_amax(mu_amax, axis), each(mu_exponent, axis)
-    nu_scales = each_amax(nu_amax, axis), each(nu_exponent, axis)
-    mu, nu = mu.view(jnp.uint8), nu.view(jnp.uint8)
 
-    def moments(grads, mu, nu):
-        grads, mu_codes, nu_codes = (split(x, axis) for x in (grads, mu, nu))
-        g = _above(_above(grads, _SMALLEST_F32) * factor)
-        before = decoded(nu_codes, *nu_scales)
-        before = jnp.where(nu_codes == np.uint8(INF_CODE), np.float32(np.inf), before)
-        mean = _above(one_less_b1 * g) + _above(b1 * decoded(mu_codes, *mu_scales))
-        square = _above(g * g, _LEAST_SQUARE)
-        return mean, _above(one_less_b2 * square, _LEAST_SQUARE) + _above(
-            b2 * jnp.abs(before), _LEAST_SQUARE
-        )
-
-    # 1. Find the largest and the smallest number of each block.
-    if _tpu.is_target():
-        both = moments(grads, mu, nu)
-        (m, v), spans = lax.optimization_barrier((both, [span(x, axis) for x in both]))
-    else:
-        once = lax.optimization_barrier((grads, mu, nu))
-        spans = [span(x, axis) for x in moments(*once)]
-        twice, spans = lax.optimization_barrier((once, spans))
-        m, v = moments(*twice)
+    # 1. Average, and find the largest and the smallest number of each block.
+    g = _above(_above(grads, _SMALLEST_F32) * factor)
+    m = _above(one_less_b1 * g) + _above(b1 * decoded(mu, mu_amax, mu_exponent))
+    v = jnp.abs(decoded(nu, nu_amax, nu_exponent))
+    v = _above(b2 * jnp.where(nu == INF_CODE, np.float32(np.inf), v), _LEAST_SQUARE)
+    square = _above(g * g, _LEAST_SQUARE)
+    v = _above(one_less_b2 * square, _LEAST_SQUARE) + v
+    m, v, *spans = lax.optimization_barrier((m, v, span(m), span(v)))
 
     # 2. Compute the update and the codes.
     out = _above(m * c1 / (jnp.sqrt(_above(v * c2, _LEAST_SQUARE) + eps_root) + eps))
     if params:
-        p = _above(split(params[0], axis), _SMALLEST_F32)
+        p = _above(split(params[0]), _SMALLEST_F32)
         out = _above(p - _above(rate * (out + _above(decay * p))), _SMALLEST_F32)
-    results = [join(out, axis, grads.shape)]
-    for x, (top, bottom), key, squared in (
-        (m, spans[0], keys[0], False),
-        (v, spans[1], keys[1], True),
+    shape = operands[-1].shape
+    results, keys = [join(out, shape)], jnp.moveaxis(keys, vmap_dims, 0)
+    for x, of_blocks, key, squared in zip(
+        (m, v), spans, keys, (False, True), strict=True
     ):
-        codes, exponent = encoded(x, top, bottom, key, squared, axis)
+        codes, exponent = encoded(x, *of_blocks, key, squared=squared)
         codes = jnp.where(jnp.abs(x) < np.inf, codes, NAN_CODE)
         codes = jnp.where(x == np.inf, INF_CODE, codes) if squared else codes
         data = codes.astype(jnp.uint8).view(E4M3.dtype)
-        results += [join(data, axis, grads.shape), top, exponent]
+        results += [join(data, shape), of_blocks[0], exponent]
     return results
-
-
-def _above(x, least=_LEAST):
-    """Return 0 in place of what is below `least`."""
-    return jnp.where(jnp.abs(x) < least, np.float32(0), x)

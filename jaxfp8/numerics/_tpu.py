@@ -136,16 +136,16 @@ def _row_major(x):
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
-# Blocks of 128 elements along an axis, such as those of moments, each with a number of
-# its own. Where the axis is the last, a block is a row of lanes. To spread a number to
-# lanes XLA takes some eight cycles for a register of 8 x 128 elements, and more for
-# integers of 8 bits; the matrix unit takes three.
+# Blocks of 128 elements along the last axis, such as those of moments, each with a
+# number of its own: a block is a row of lanes. To spread a number to lanes XLA takes
+# some eight cycles for a register of 8 x 128 elements, and more for integers of 8 bits;
+# the matrix unit takes three.
 
 BLOCK = 128
 _MAX_BLOCKS = 1024  # of a row, in one product
 
 
-def each(numbers, axis):
+def each(numbers):
     """Give each element the number of its block, an f32 or an integer below 2**24; no
     bit is below 2**-126.
 
@@ -153,14 +153,12 @@ def each(numbers, axis):
     zeros keep. Ones and zeros are as many as the square of the blocks: of a row with
     very many, each part has a product of its own.
     """
-    numbers = jnp.moveaxis(numbers, axis, -1)
     *leading, count = numbers.shape
     if count > _MAX_BLOCKS:
         parts = jnp.pad(
             numbers, [(0, 0)] * len(leading) + [(0, -count % BLOCK)]
         ).reshape(*leading, -1, BLOCK)
-        elements = each(parts, -1).reshape(*leading, -1)[..., : count * BLOCK]
-        return jnp.moveaxis(elements, -1, axis)
+        return each(parts).reshape(*leading, -1)[..., : count * BLOCK]
     rest, parts = numbers.astype(jnp.float32), []
     for _ in range(3):
         upper_bits = rest.view(jnp.int32) & -0x10000
@@ -172,29 +170,13 @@ def each(numbers, axis):
     is_in_block = (part % max(count, 1) == element // BLOCK).astype(jnp.bfloat16)
     parts = jnp.concatenate(parts, axis=-1).astype(jnp.bfloat16)
     elements = jnp.matmul(parts, is_in_block, preferred_element_type=jnp.float32)
-    return jnp.moveaxis(elements, -1, axis).astype(numbers.dtype)
+    return elements.astype(numbers.dtype)
 
 
-def span(x, axis):
-    """Return the largest and the smallest normal magnitude of each block; 0 and
-    infinity where it has none.
-    """
-    magnitudes = jnp.abs(x)
-    is_normal = (magnitudes >= jnp.finfo(jnp.float32).tiny) & (magnitudes < jnp.inf)
-    top = _reduce(jnp.max, jnp.where(is_normal, magnitudes, 0), axis)
-    return top, _reduce(jnp.min, jnp.where(is_normal, magnitudes, jnp.inf), axis)
-
-
-def all_zero(x, axis):
-    """Tell of each block whether its integers are 0."""
-    return _reduce(jnp.max, (x != 0).astype(jnp.float32), axis) == 0
-
-
-def _reduce(function, x, axis):
+def reduce_blocks(function, x):
     """Reduce blocks, as rows of tiles of 8 rows by 128 columns, which are how x is in
     memory: nothing moves.
     """
-    x = jnp.moveaxis(x, axis, -1)
     *leading, columns = x.shape
     rows = leading[-1] if leading else 1
     height = 1 if rows % 8 else 8
@@ -202,4 +184,4 @@ def _reduce(function, x, axis):
         *leading[:-1], rows // height, height, columns // BLOCK, BLOCK
     ).swapaxes(-3, -2)
     numbers = function(tiles, axis=-1).swapaxes(-2, -1)
-    return jnp.moveaxis(numbers.reshape(*leading, columns // BLOCK), -1, axis)
+    return numbers.reshape(*leading, columns // BLOCK)

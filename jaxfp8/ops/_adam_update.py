@@ -1,6 +1,6 @@
 """adam_update: a whole step of Adam on moments in FP8, for many leaves at once."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ import numpy as np
 from .._jax import _compat
 from ..numerics._moment_codec import adam_step
 from . import _ffi
-from ._encode_moment import from_rows, moment_names, to_rows
+from ._encode_moment import moment_names, to_rows
 from ._partition import WHOLE
 from ._primitive import OpOfUnits
 
@@ -26,7 +26,7 @@ class AdamLeaf(NamedTuple):
         grads: f32, of any shape.
         params: f32 in that shape; None where the update is the result, and not the next
             parameters.
-        mu, nu: the moments, each `(data, amax, exponent)`.
+        mu, nu: the moments, each a tree of data, amax and exponent.
         keys: u32 `[2, ...]`, for mu and for nu in the shape of its amaxes, for the
             random bits of rounding, as in `encode_moment`.
         numbers: f32 `[11]`: b1, 1 - b1, b2, 1 - b2, the inverses of 1 - b1**t and 1 -
@@ -36,8 +36,8 @@ class AdamLeaf(NamedTuple):
 
     grads: jax.Array
     params: jax.Array | None
-    mu: tuple[jax.Array, jax.Array, jax.Array]
-    nu: tuple[jax.Array, jax.Array, jax.Array]
+    mu: Any
+    nu: Any
     keys: jax.Array
     numbers: jax.Array
 
@@ -63,24 +63,25 @@ def adam_update(leaves, axes):
         axes: for each leaf the axis that blocks cut.
 
     Returns:
-        For each leaf `(p, mu, nu)`, without params `(u, mu, nu)`. In place, where XLA
-        finds that it can: p in params, u in grads.
+        For each leaf `(p, mu, nu)`, without params `(u, mu, nu)`, the moments in the
+        trees that came. In place, where XLA finds that it can: p in params, u in grads.
     """
-    from_the_end = [
-        axis - leaf.grads.ndim for leaf, axis in zip(leaves, axes, strict=True)
-    ]
     results = []
-    for start in range(0, len(leaves), MAX_LEAVES):
-        part = slice(start, start + MAX_LEAVES)
-        op = _AdamUpdate(tuple(from_the_end[part]), leaves[start].params is not None)
+    for part in _batched(list(zip(leaves, axes, strict=True)), MAX_LEAVES):
         operands = []
-        for leaf in leaves[part]:
+        for leaf, axis in part:
+            # Keys have one dimension more in front: count the axis from the end.
+            axis -= leaf.grads.ndim
+            arrays = jax.tree.leaves(leaf._replace(numbers=None))
             # Gradients come last: where XLA would cut them along another axis, results
             # are cut as what they replace.
-            grads, *rest = jax.tree.leaves(leaf)
-            operands += [*rest, grads]
-        for out, *both in _batched(op(*operands), _ADAM_RESULTS):
-            results.append((out, tuple(both[:3]), tuple(both[3:])))
+            grads, *rest = (jnp.moveaxis(x, axis, -1) for x in arrays)
+            operands += [*rest, leaf.numbers, grads]
+        op = _AdamUpdate((None,) * len(part), part[0][0].params is not None)
+        stepped = _batched(op(*operands), _ADAM_RESULTS)
+        for (leaf, axis), arrays in zip(part, stepped, strict=True):
+            treedef = jax.tree.structure((leaf.grads, leaf.mu, leaf.nu))
+            results.append(treedef.unflatten(jnp.moveaxis(x, -1, axis) for x in arrays))
     return results
 
 
@@ -92,8 +93,8 @@ def _batched(items, count):
 
 
 class _AdamUpdate(OpOfUnits):
-    """The units are leaves, with the axes that blocks cut, counted from the end;
-    `applies` says whether parameters are given and stepped.
+    """The units are leaves, of which blocks cut the last axis; `applies` says whether
+    parameters are given and stepped.
     """
 
     name = "adam_update"
@@ -110,8 +111,8 @@ class _AdamUpdate(OpOfUnits):
 
     def names(self, *ranks):
         operands, results = [], []
-        for i, axis in enumerate(self.of_units):
-            elements, blocks = moment_names(ranks[self.operands * i], axis, f"leaf{i}_")
+        for i, rank in enumerate(ranks[:: self.operands]):
+            elements, blocks = moment_names(rank, f"leaf{i}_")
             moments = 2 * [elements, blocks, blocks]
             operands += [elements] * self.applies + moments
             operands += [
@@ -139,32 +140,28 @@ class _AdamUpdate(OpOfUnits):
         return results
 
     def reference(self, *operands):
-        leaves = zip(self.of_units, _batched(operands, self.operands), strict=True)
         return [
             x
-            for axis, (*leaf, grads) in leaves
-            for x in adam_step(grads, *leaf, axis=axis, vmap_dims=self.vmap_dims)
+            for leaf in _batched(operands, self.operands)
+            for x in adam_step(*leaf, vmap_dims=self.vmap_dims)
         ]
 
     def cpu(self, *operands):
-        leaves = zip(self.of_units, _batched(operands, self.operands), strict=True)
-        rows, keys, aliases, axes, shapes = [], [], {}, [], []
-        for axis, (*leaf, keys_of_both, numbers, grads) in leaves:
+        rows, keys, aliases, shapes = [], [], {}, []
+        for *leaf, keys_of_both, numbers, grads in _batched(operands, self.operands):
             # The keys of all leaves are one operand: XLA computes them in one launch.
-            keys_of_both = jnp.moveaxis(keys_of_both, self.vmap_dims, 0)
-            keys.append(to_rows(keys_of_both, axis).reshape(-1))
+            keys.append(jnp.moveaxis(keys_of_both, self.vmap_dims, 0).reshape(-1))
             for i, x in enumerate((grads, *leaf)):
                 # The parameters, or else the gradients, and both moments are written
                 # over.
                 if i >= self.applies:
                     aliases[len(rows)] = len(aliases)
-                    axes.append(axis)
                     shapes.append(x.shape)
-                rows.append(to_rows(x, axis))
+                rows.append(to_rows(x))
             rows.append(numbers.reshape(-1, ADAM_NUMBERS))
         results = [(rows[place].shape, rows[place].dtype) for place in aliases]
         operands = *rows, jnp.concatenate(keys)
         new = _ffi.call(
             "adam_update", results, *operands, aliases=aliases, apply=self.applies
         )
-        return list(map(from_rows, new, axes, shapes))
+        return list(map(jnp.reshape, new, shapes))

@@ -17,22 +17,13 @@ threads compute with subnormals as if they were zero.
 import jax.numpy as jnp
 from jax import lax
 
-from ..numerics._moment_codec import (
-    BLOCK,
-    changes_and_span,
-    decoded,
-    each,
-    each_amax,
-    encoded,
-    join,
-    split,
-)
+from ..numerics import _moment_codec as codec
 from . import _ffi, _shapes
 from ._partition import blocks_of
 from ._primitive import Op, dims
 
 # The number of elements that share an amax and an exponent.
-MOMENT_BLOCK = BLOCK
+MOMENT_BLOCK = codec.BLOCK
 
 
 def decode_moment(data, amax, exponent, *, axis):
@@ -46,7 +37,8 @@ def decode_moment(data, amax, exponent, *, axis):
     Returns:
         f32, in the shape of `data`.
     """
-    return _DecodeMoment(axis - data.ndim)(data, amax, exponent)[0]
+    moment = [jnp.moveaxis(x, axis, -1) for x in (data, amax, exponent)]
+    return jnp.moveaxis(_DecodeMoment()(*moment)[0], -1, axis)
 
 
 def encode_moment(data, amax, exponent, after, keys, *, squared, axis):
@@ -66,56 +58,37 @@ def encode_moment(data, amax, exponent, after, keys, *, squared, axis):
     Returns:
         `(data, amax, exponent)`, of the shapes and dtypes of the arguments.
     """
-    keys = () if keys is None else (keys,)
-    op = _EncodeMoment(axis - data.ndim, squared)
-    return tuple(op(data, amax, exponent, after, *keys))
+    operands = [data, amax, exponent, after]
+    if keys is not None:
+        operands.append(keys)
+    moved = [jnp.moveaxis(x, axis, -1) for x in operands]
+    return tuple(jnp.moveaxis(x, -1, axis) for x in _EncodeMoment(squared)(*moved))
 
 
-# --------------------------------------------------------------------- the custom calls
+# ------------------------------------------------- the primitives, along the last axis
 
 
-def to_rows(x, axis):
+def to_rows(x):
     """Return a matrix whose rows the blocks cut."""
-    return _shapes.merge(jnp.moveaxis(x, axis, -1), x.ndim - 1)
+    return _shapes.merge(x, x.ndim - 1)
 
 
-def from_rows(rows, axis, shape):
-    """Undo `to_rows` of an array of `shape`."""
-    sizes = list(shape)
-    sizes.append(sizes.pop(axis))
-    return jnp.moveaxis(rows.reshape(sizes), -1, axis)
-
-
-# ----------------------------------------------------------------------- the primitives
-
-
-def moment_names(rank, axis, leaf=""):
+def moment_names(rank, leaf=""):
     """Return the names of the dimensions of elements, and those of blocks."""
-    names = dims(f"{leaf}x", rank)
-    before, after = names[: rank + axis], names[rank + axis + 1 :]
-    cut = (f"{leaf}col0",)
-    blocks = (blocks_of(cut, MOMENT_BLOCK),)
-    return (before, cut, after), (before, blocks, after)
+    rows, cut = dims(f"{leaf}row", rank - 1), (f"{leaf}col0",)
+    return (rows, cut), (rows, (blocks_of(cut, MOMENT_BLOCK),))
 
 
 class _DecodeMoment(Op):
     name = "decode_moment"
-    axis: int  # that blocks cut, counted from the end
 
     def names(self, *ranks):
-        elements, blocks = moment_names(ranks[0], self.axis)
+        elements, blocks = moment_names(ranks[0])
         return [elements, blocks, blocks], [elements]
 
     def reference(self, data, amax, exponent):
-        axis = self.axis
-        codes = split(data.view(jnp.uint8), axis)
-        values = decoded(codes, each_amax(amax, axis), each(exponent, axis))
-        return (join(values, axis, data.shape),)
-
-    def cpu(self, data, amax, exponent):
-        rows = [to_rows(x, self.axis) for x in (data, amax, exponent)]
-        (out,) = _ffi.call("decode_moment", [(rows[0].shape, jnp.float32)], *rows)
-        return (from_rows(out, self.axis, data.shape),)
+        codes = codec.split(data.view(jnp.uint8))
+        return (codec.join(codec.decoded(codes, amax, exponent), data.shape),)
 
     # XLA fuses it into the update, so that decoded moments are not read from memory
     cuda = reference
@@ -123,11 +96,10 @@ class _DecodeMoment(Op):
 
 class _EncodeMoment(Op):
     name = "encode_moment"
-    axis: int  # that blocks cut, counted from the end
     squared: bool
 
     def names(self, *ranks):
-        elements, blocks = moment_names(ranks[0], self.axis)
+        elements, blocks = moment_names(ranks[0])
         moment = [elements, blocks, blocks]
         return [*moment, elements, blocks][: len(ranks)], moment
 
@@ -135,41 +107,24 @@ class _EncodeMoment(Op):
         return [data.dtype, amax.dtype, exponent.dtype]
 
     def reference(self, data, amax, exponent, after, *keys):
-        axis = self.axis
-        # 1. Read the moment for the numbers of its blocks. The barriers keep XLA from
-        #    storing what its decoding, this step and the next have in common, which
-        #    would be more bytes than the moment.
-        codes, after = lax.optimization_barrier((data.view(jnp.uint8), after))
-        keep, top, bottom = changes_and_span(
-            split(codes, axis), amax, exponent, split(after, axis), axis
-        )
+        # The barrier keeps XLA from storing what both of its sides have in common.
+        codes, after = codec.split(data.view(jnp.uint8)), codec.split(after)
+        keep = codec.decodes_to(after, codes, amax, exponent)
         old, after, keep, top, bottom = lax.optimization_barrier(
-            (codes, after, keep, top, bottom)
+            (codes, after, keep, *codec.span(after))
         )
-
-        # 2. Encode all blocks, and keep the bits of those that are the same. Select
-        #    bytes: XLA's CPU compiler may move FP8 through float16.
-        codes, power = encoded(
-            split(after, axis),
-            top,
-            bottom,
-            keys[0] if keys else None,
-            self.squared,
-            axis,
-        )
-        codes = jnp.where(each(keep, axis), split(old, axis), codes.astype(jnp.uint8))
-        data = join(codes, axis, data.shape).view(data.dtype)
+        codes, power = codec.encoded(after, top, bottom, *keys, squared=self.squared)
+        # Keep the bits of blocks that are the same. Select bytes: XLA's CPU compiler
+        # may move FP8 through float16.
+        codes = jnp.where(codec.each(keep), old, codes.astype(jnp.uint8))
+        data = codec.join(codes, data.shape).view(data.dtype)
         return data, jnp.where(keep, amax, top), jnp.where(keep, exponent, power)
 
     def cpu(self, *operands):
-        rows = [to_rows(x, self.axis) for x in operands]
+        rows, results = self.in_groups(*operands)
         rows += [lax.full((0,), 0, jnp.uint32)] * (5 - len(rows))  # no keys
-        results = [(x.shape, x.dtype) for x in rows[:3]]
         aliases = {0: 0, 1: 1, 2: 2}
         new = _ffi.call(
             "encode_moment", results, *rows, aliases=aliases, squared=self.squared
         )
-        return [
-            from_rows(x, self.axis, old.shape)
-            for x, old in zip(new, operands[:3], strict=True)
-        ]
+        return [x.reshape(old.shape) for x, old in zip(new, operands, strict=False)]

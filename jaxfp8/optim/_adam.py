@@ -51,9 +51,9 @@ def adamw(
         params, opt_state = tx.apply(grads, opt_state, params)
 
     For a large leaf, or for several small ones, one op decodes moments, averages,
-    divides and encodes: no moment is in memory in f32, but on TPUs. `apply` also writes
-    the next parameters, so that a step moves 16.3 bytes a parameter; float32 Adam moves
-    28, and `update` with `optax.apply_updates` 24.3. `update` is that of any
+    divides and encodes: no moment is in memory in f32, but where jnp runs. `apply` also
+    writes the next parameters, so that a step moves 16.3 bytes a parameter; float32
+    Adam moves 28, and `update` with `optax.apply_updates` 24.3. `update` is that of any
     transformation, for `optax.chain` and everything that takes one.
 
         m = (1 - b1) g + b1 m
@@ -92,8 +92,7 @@ def adamw(
             the parameters, or these hold FP8 state: wrap the transformation in
             `jaxfp8.train.optimizer`. In `apply` and `update`, the state is of another
             transformation, a gradient has another shape than its parameter, or `params`
-            is None; of `update` it may be if `weight_decay` is the number 0 and there
-            is no mask.
+            is None.
     """
     seed = operator.index(seed) % 2**32
     small = optax.scale_by_adam(b1, b2, eps, eps_root)
@@ -103,9 +102,6 @@ def adamw(
         raise ValueError(
             f"optim.adamw: max_norm: expected a positive number, got {max_norm}"
         )
-    is_decayed = mask is not None or not (
-        isinstance(weight_decay, (int, float)) and weight_decay == 0
-    )
 
     def init(params):
         refuse_state("optim.adamw", params)
@@ -125,8 +121,7 @@ def adamw(
     def step(name, grads, state, params):
         """Return the updates, or of `apply` the next parameters, and the next state."""
         # 1. Bring the leaves of all trees together.
-        applies = name == "apply"
-        if params is None and (applies or is_decayed):
+        if params is None:
             raise ValueError(
                 f"optim.adamw: {name}: params: expected the parameters, got None; "
                 f"pass them: tx.{name}(grads, opt_state, params)"
@@ -159,7 +154,7 @@ def adamw(
         outs, mu, nu = [], [], []
         for leaf in leaves:
             out, *moments = results[leaf.number]
-            outs.append(_decayed(leaf, out, rate, applies))
+            outs.append(_decayed(leaf, out, rate, name == "apply"))
             mu.append(moments[0])
             nu.append(moments[1])
         inner = optax.ScaleByAdamState(
@@ -188,8 +183,7 @@ class _Leaf(NamedTuple):
 
     Attributes:
         number: its place among all leaves.
-        grad: the gradient.
-        param: the parameter; None where the step has none.
+        grad, param: the gradient and the parameter.
         mu, nu: the moments: arrays, or moments in FP8.
         decay: the weight decay.
         is_written: whether the op writes the next parameter, in place of an update.
@@ -197,7 +191,7 @@ class _Leaf(NamedTuple):
 
     number: int
     grad: jax.Array
-    param: jax.Array | None
+    param: jax.Array
     mu: Any
     nu: Any
     decay: ArrayLike
@@ -207,24 +201,20 @@ class _Leaf(NamedTuple):
 def _leaves(name, grads, inner, params, decay, mask):
     """Return the leaves of all trees of a step, and the structure of the trees."""
     flat, treedef = jax.tree_util.tree_flatten_with_path(grads)
-    mu, nu = treedef.flatten_up_to(inner.mu), treedef.flatten_up_to(inner.nu)
-    params_of = [None] * len(flat)
-    if params is not None:
-        params_of = list(map(jnp.asarray, treedef.flatten_up_to(params)))
+    mu, nu, params = map(treedef.flatten_up_to, (inner.mu, inner.nu, params))
     decays = [decay] * len(flat)
     if mask is not None:
-        is_decayed = _masked(mask, treedef.unflatten(params_of))
+        is_decayed = _masked(mask, treedef.unflatten(params))
         decays = [jnp.where(x, decay, 0) for x in is_decayed]
     leaves = []
     for i, (path, grad) in enumerate(flat):
-        grad = jnp.asarray(grad)
+        grad, param = jnp.asarray(grad), jnp.asarray(params[i])
         shape = jax.tree.leaves(mu[i])[0].shape  # that of its codes
         if grad.shape != shape:
             raise ValueError(
                 f"optim.adamw: {name}: grads{jax.tree_util.keystr(path)}: expected "
                 f"the shape of the parameter, {shape}, got {grad.shape}"
             )
-        param = params_of[i]
         is_written = is_moment(mu[i]) and name == "apply" and param.dtype == jnp.float32
         leaves.append(_Leaf(i, grad, param, mu[i], nu[i], decays[i], is_written))
     return leaves, treedef
@@ -260,20 +250,12 @@ def _step_by_op(leaves, numbers, keys):
     """
     arguments = []
     for leaf in leaves:
-        moments = tuple(jax.tree.leaves(leaf.mu)), tuple(jax.tree.leaves(leaf.nu))
         param = leaf.param if leaf.is_written else None
-        grad = leaf.grad.astype(jnp.float32)
-        arguments.append(
-            ops.AdamLeaf(grad, param, *moments, keys(leaf), numbers(leaf.decay))
-        )
+        grad, step = leaf.grad.astype(jnp.float32), numbers(leaf.decay)
+        arguments.append(ops.AdamLeaf(grad, param, leaf.mu, leaf.nu, keys(leaf), step))
     axes = [block_axis(leaf.grad.shape) for leaf in leaves]
-    results = {}
-    stepped = ops.adam_update(arguments, axes)
-    for leaf, (out, mu, nu) in zip(leaves, stepped, strict=True):
-        mu = jax.tree.structure(leaf.mu).unflatten(mu)
-        nu = jax.tree.structure(leaf.nu).unflatten(nu)
-        results[leaf.number] = out, mu, nu
-    return results
+    places = [leaf.number for leaf in leaves]
+    return dict(zip(places, ops.adam_update(arguments, axes), strict=True))
 
 
 def _decayed(leaf, update, rate, applies):
@@ -283,9 +265,6 @@ def _decayed(leaf, update, rate, applies):
     grad, param = leaf.grad, leaf.param
     if leaf.is_written:
         return update
-    if param is None:
-        is_float = jnp.issubdtype(grad.dtype, jnp.floating)
-        return (-rate * update).astype(grad.dtype if is_float else jnp.float32)
     change = -rate * (update + leaf.decay * param)
     if applies:
         return (param + change).astype(param.dtype)

@@ -39,7 +39,7 @@ def test_no_array_is_much_larger_than_a_leaf(shape):
     terabytes.
     """
     text = (
-        jax.jit(lambda x: _tpu.each(x, -1))
+        jax.jit(lambda x: _tpu.each(x))
         .lower(jax.ShapeDtypeStruct(shape, np.float32))
         .as_text()
     )
