@@ -5,6 +5,7 @@ of `flax.serialization`.
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import serialization
 
@@ -73,9 +74,8 @@ def _stacked_to_state_dict(state: StackedState) -> Any:
 
 def _stacked_from_state_dict(target: StackedState, saved: dict) -> StackedState:
     # a target of jax.eval_shape has no arrays
-    positions = range(len(target.places))
-    empty = target.treedef.unflatten(positions)
-    return StackedState.stack(serialization.from_state_dict(empty, saved))
+    collection = jax.eval_shape(StackedState.unstacked, target)
+    return StackedState.stack(serialization.from_state_dict(collection, saved))
 
 
 serialization.register_serialization_state(
