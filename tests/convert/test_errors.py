@@ -78,11 +78,6 @@ ERRORS = {
         {"Fp8DotGeneralOp_0": without(STATE, "kernel_scale")},
     ),
     "Flax, one name": flax(ValueError, "Fp8DotGeneral_0", TWO_NAMES),
-    "Flax, scale": flax(
-        ValueError,
-        r"input: expected .*a scale \(\.\.\., 1\), got .*\(3,\)",
-        {**STATE, "input_scale": np.ones(3, np.float32)},
-    ),
     "Flax, dtype": flax(
         TypeError, "input_scale.*int32", {**STATE, "input_scale": np.ones(1, np.int32)}
     ),
