@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import core, nnx
+from flax import nnx
 
 from ..dot import _frozen
 from ..recipes import _state_tree, some
-from ._frozen_kernels import parameters, take_products
+from ._frozen_kernels import parameters
 from ._read_safetensors import Name, Names, StoredTensor, read_safetensors
 from ._tree import Path, at
 
@@ -66,12 +66,12 @@ def from_safetensors(
         TypeError: `variables` is neither a dict of variables nor an NNX model.
     """
     where = "from_safetensors"
-    leaves = parameters(f"{where}: variables", variables)
+    leaves, products = parameters(f"{where}: variables", variables)
     tensors = read_safetensors(path)
     find = Names(where, names)
     new = {}
     # 1. The codes of frozen kernels.
-    for product in take_products(leaves):
+    for product in products:
         codes = product.arrays[_frozen.KERNEL]
         parts = list(_parts(product.kernel, find, codes.shape, tensors))
         if parts:
@@ -79,8 +79,6 @@ def from_safetensors(
             new |= {(*product.path, name): array for name, array in arrays.items()}
     # 2. All others, in the dtypes of the model.
     for path_, leaf in leaves.items():
-        if isinstance(leaf, _frozen.Placeholder):
-            continue
         if parts := list(_parts(path_, find, leaf.shape, tensors)):
             new[path_] = _master(path_, parts, leaf)
     find.check_used()
@@ -234,21 +232,19 @@ def _with_leaves(variables, leaves: dict[Path, jax.Array]):
         ValueError: another leaf is a shape.
     """
     is_module = isinstance(variables, nnx.Module)
-    flat = _state_tree.flatten(
-        nnx.state(variables) if is_module else dict(core.unfreeze(variables))
-    )
-    new, left = {}, []
+    flat = _state_tree.flatten(nnx.state(variables) if is_module else variables)
+    first, new, left = {}, {}, []
     for quantizer in flat.quantizers:
-        for i, value in zip(quantizer.positions(), (0, 1), strict=True):
-            leaf = flat.leaves[i]
-            if isinstance(leaf, jax.ShapeDtypeStruct):
-                new[i] = _placed(np.full(leaf.shape, value, leaf.dtype), leaf)
-    for i, path in enumerate(flat.paths):
+        first |= zip(quantizer.positions(), (0, 1), strict=True)
+    for i, (path, leaf) in enumerate(zip(flat.paths, flat.leaves, strict=True)):
         key = path[1:] if path[0] == "params" and not is_module else path
         if key in leaves:
             new[i] = leaves[key]
-        elif i not in new and isinstance(flat.leaves[i], jax.ShapeDtypeStruct):
-            left.append(flat.name(i))
+        elif isinstance(leaf, jax.ShapeDtypeStruct):
+            if i in first:
+                new[i] = _placed(np.full(leaf.shape, first[i], leaf.dtype), leaf)
+            else:
+                left.append(flat.name(i))
     if left:
         raise ValueError(
             f"from_safetensors: variables: {some(left, 4)}: expected arrays where no "

@@ -16,7 +16,6 @@ from ._frozen_kernels import (
     matrix,
     parameters,
     quantization_config,
-    take_products,
 )
 from ._read_safetensors import DTYPES, Names, StoredTensor
 from ._tree import Path, at
@@ -85,8 +84,7 @@ def to_safetensors(
             "to_safetensors: needs the package safetensors; install it: pip install "
             "'jaxfp8[safetensors]'"
         ) from error
-    leaves = parameters("to_safetensors: frozen", frozen)
-    products = list(take_products(leaves))
+    leaves, products = parameters("to_safetensors: frozen", frozen)
     if not products:
         raise ValueError(
             "to_safetensors: frozen: expected the variables, or the NNX model, that "
@@ -155,8 +153,6 @@ def _weights(product, layout, find) -> Iterator[tuple[str, StoredTensor]]:
 def _high_precision(leaves, find) -> Iterator[tuple[Path, str, np.ndarray]]:
     """Yield the arrays in high precision: path, name and array."""
     for path, leaf in leaves.items():
-        if isinstance(leaf, _frozen.Placeholder):
-            continue
         array = np.asarray(jax.device_get(leaf))
         for index, parts in find(path, array.shape):
             weight = StoredTensor(_as_stored(path, array[index]), "")
