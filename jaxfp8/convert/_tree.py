@@ -5,13 +5,11 @@ of `flax.serialization`.
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import serialization
 
 from ..mixed_precision import DynamicLossScale
 from ..recipes import DotGeneralState, QuantizerState
-from ..train import StackedState
 
 Path = tuple[str, ...]
 
@@ -35,9 +33,6 @@ def as_dtype(place: str, leaf: Any, dtype: Any) -> Any:
     return leaf.astype(dtype)
 
 
-_COUNTERS = "counters"  # of releases until 0.2
-
-
 def _fields(state) -> dict:
     return {
         field.name: getattr(state, field.name)
@@ -51,14 +46,7 @@ def _to_state_dict(state) -> dict:
 
 
 def _from_state_dict(target, saved: dict):
-    saved = {name: leaf for name, leaf in saved.items() if name != _COUNTERS}
-    fields = _fields(target)
-    if saved.keys() != fields.keys():
-        raise ValueError(
-            f"flax.serialization: {type(target).__name__}: expected the fields "
-            f"{list(fields)}, got {sorted(saved)}; this checkpoint holds something else"
-        )
-    values = serialization.from_state_dict(fields, saved)
+    values = serialization.from_state_dict(_fields(target), saved)
     return dataclasses.replace(target, **values)
 
 
@@ -66,18 +54,3 @@ for _cls in (DotGeneralState, QuantizerState, DynamicLossScale):
     serialization.register_serialization_state(
         _cls, _to_state_dict, _from_state_dict, override=True
     )
-
-
-def _stacked_to_state_dict(state: StackedState) -> Any:
-    return serialization.to_state_dict(state.unstacked())
-
-
-def _stacked_from_state_dict(target: StackedState, saved: dict) -> StackedState:
-    # a target of jax.eval_shape has no arrays
-    collection = jax.eval_shape(StackedState.unstacked, target)
-    return StackedState.stack(serialization.from_state_dict(collection, saved))
-
-
-serialization.register_serialization_state(
-    StackedState, _stacked_to_state_dict, _stacked_from_state_dict, override=True
-)
