@@ -7,7 +7,6 @@ from typing import Any
 import jax.numpy as jnp
 from flax import traverse_util
 
-from ..ops import _checks
 from ..recipes import OVERWRITE_WITH_GRADIENT
 from ..train import unstack_state
 from ._tree import Path, as_dtype, at
@@ -64,29 +63,23 @@ def from_flax(
 
 
 def to_flax(
-    variables: Mapping[str, Any],
-    *,
-    name: str = "Fp8DirectDotGeneralOp",
-    swapped: Iterable[str] = (),
+    variables: Mapping[str, Any], *, swapped: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """Convert jaxfp8's state for Flax's classes, the inverse of `from_flax`.
+    """Convert jaxfp8's state for Flax's `nn.Fp8DotGeneral` and `nn.Fp8Einsum`, the
+    inverse of `from_flax`.
 
     Args:
         variables: all variables of a model, or its `_overwrite_with_gradient`
             collection alone.
-        name: the class that Flax's model uses: `"Fp8DirectDotGeneralOp"`, which is
-            `nn.Fp8DotGeneral`, or the older `"Fp8DotGeneralOp"`.
         swapped: as for `from_flax`; regular expressions for paths of `variables`.
 
     Returns:
         Nested dicts with state in float32.
 
     Raises:
-        ValueError, TypeError: as `from_flax`; also a ValueError if `name` is neither of
-            the two.
+        ValueError, TypeError: as `from_flax`.
     """
-    _checks.one_of("to_flax", "name", name, _FLAX)
-    return _convert("to_flax", variables, {_MODULE: name}, swapped)
+    return _convert("to_flax", variables, {_MODULE: _FLAX[0]}, swapped)
 
 
 def _convert(where, variables, classes, swapped):

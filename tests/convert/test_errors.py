@@ -93,10 +93,6 @@ ERRORS = {
     "Flax, pattern string": flax(
         TypeError, "swapped", {"Fp8Einsum_0": STATE}, swapped="Fp8Einsum_0"
     ),
-    "to Flax": (
-        lambda: convert.to_flax({"Fp8DotGeneral_0": STATE}, name="Fp8Einsum"),
-        *(ValueError, "to_flax: name: .*Fp8Einsum"),
-    ),
     "history of 0": resize(ValueError, "len: expected an int.* got 0", PLAIN, 0),
     "history of 2.0": resize(TypeError, "len: expected an int.* got 2.0", PLAIN, 2.0),
     "no history": resize(
