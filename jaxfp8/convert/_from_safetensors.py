@@ -103,9 +103,12 @@ def _frozen_kernel(path: Path, weights: list[tuple], old: dict) -> dict[str, jax
     """Return the arrays of a frozen product by name: codes of the file as
     `[*stacked, *out, *in]`, and scales.
     """
-    codes, scale_inv = old[_frozen.KERNEL], old[_frozen.KERNEL_SCALE_INV]
     new = {name: np.empty(a.shape, a.dtype) for name, a in old.items() if a is not None}
     for index, where, parts in weights:
+        codes, scale_inv = (
+            new[_frozen.KERNEL][index],
+            new[_frozen.KERNEL_SCALE_INV][index],
+        )
         for part in parts:
             if part.data.dtype != codes.dtype:
                 raise _error(
@@ -115,14 +118,12 @@ def _frozen_kernel(path: Path, weights: list[tuple], old: dict) -> dict[str, jax
                     "load a model that is not frozen",
                 )
         data = np.concatenate([part.data for part in parts])
-        shape = codes.shape[len(index) :]
-        new[_frozen.KERNEL][index] = _reshaped(path, where, data, shape)
-        new[_frozen.KERNEL_SCALE_INV][index] = _scales(
-            where, parts, scale_inv, scale_inv.shape[len(index) :]
-        )
+        codes[...] = _reshaped(path, where, data, codes.shape)
+        scale_inv[...] = _scales(where, [part.scale_inv for part in parts], scale_inv)
         if _frozen.INPUT_SCALE in new:
-            fixed = _input_scale_inv(where, parts)
-            new[_frozen.INPUT_SCALE_INV][index] = fixed
+            fixed = new[_frozen.INPUT_SCALE_INV][index]
+            inputs = [part.input_scale_inv for part in parts]
+            fixed[...] = _scales(f"{where}: input", inputs, fixed)
             new[_frozen.INPUT_SCALE][index] = 1 / fixed
     return {name: _placed(array, old[name]) for name, array in new.items()}
 
@@ -136,39 +137,25 @@ def _parts(path, find: Names, shape, tensors) -> Iterator[tuple]:
         yield index, f"{names[0]}, for {at(path)}", parts
 
 
-def _input_scale_inv(where, parts: list[StoredTensor]) -> np.float32:
-    """Return the fixed scale of the input that all parts of a frozen kernel have."""
-    inputs = [part.input_scale_inv for part in parts]
-    if any(x is None for x in inputs) or len(np.unique(inputs)) > 1:
-        raise _error(
-            where,
-            "one fixed scale of the input, as the model has",
-            f"{inputs}",
-            "freeze a model with Float8CurrentScaling",
-        )
-    return inputs[0][0]
-
-
-def _scales(where, parts: list[StoredTensor], scale_inv, shape) -> np.ndarray:
+def _scales(where, scales: list, old: np.ndarray) -> np.ndarray:
     """Return the scales of the parts of a frozen kernel, in the shape and the dtype
     that the model has.
     """
-    scales = np.concatenate([part.scale_inv for part in parts])
-    has_blocks = any(part.block for part in parts)
-    if scales.shape != shape and not has_blocks and len(np.unique(scales)) == 1:
-        scales = scales[:1]  # parts that have one scale for all
-    with np.errstate(over="ignore"):
-        rounded = scales.astype(scale_inv.dtype)
-    if scales.shape != shape or not np.array_equal(rounded.astype(np.float32), scales):
-        blocks = sorted({str(part.block or "the tensor") for part in parts})
-        raise _error(
-            where,
-            f"scales {scale_inv.dtype}{list(shape)}, as the model's recipe has",
-            f"{list(scales.shape)}, a scale for each of {', '.join(blocks)}",
-            "freeze a model with the recipe of the file, or load one that is not "
-            "frozen",
-        )
-    return rounded
+    if all(scale is not None for scale in scales):
+        joined = np.concatenate(scales)
+        if joined.ndim == 1 and len(np.unique(joined)) == 1:
+            joined = joined[:1]  # parts that have one scale for all
+        with np.errstate(over="ignore"):
+            rounded = joined.astype(old.dtype)
+        exact = rounded.astype(np.float32)
+        if joined.shape == old.shape and np.array_equal(exact, joined):
+            return rounded
+    raise _error(
+        where,
+        f"scales {old.dtype}{list(old.shape)}, as the model's recipe has",
+        f"scales of shapes {list(map(np.shape, scales))}",
+        "freeze a model with the recipe of the file, or load one that is not frozen",
+    )
 
 
 def _tensor(where: str, name: str, tensors: dict[str, StoredTensor]) -> StoredTensor:
