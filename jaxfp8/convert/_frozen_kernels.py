@@ -5,7 +5,6 @@ Loaders of FP8 weights expect scales under names and in shapes of their own, and
 config that tells them so.
 """
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -30,8 +29,7 @@ _ARRAYS = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """The place of the scales of a weight `[out, in]` in a file.
 
     Attributes:
@@ -55,7 +53,9 @@ _F32, _E8M0 = np.dtype(np.float32), jnp.dtype(jnp.float8_e8m0fnu)
 LAYOUTS = {
     "tensor": Layout("DelayedScaling or Float8CurrentScaling", "_scale", None, _F32),
     "block128": Layout("Float8BlockScaling", "_scale_inv", (128, 128), _F32),
-    "mxfp8": Layout("MXFP8BlockScaling", "_scale", (1, 32), _E8M0),
+    "mxfp8": Layout(
+        "MXFP8BlockScaling and inputs a multiple of 32", "_scale", (1, 32), _E8M0
+    ),
 }
 
 
@@ -232,21 +232,22 @@ def _matrix_shape(product, stacked) -> tuple[int, int]:
 def _check_layout(product, stacked, n, k, layout) -> None:
     """Raise a ValueError unless scales, codes and k are as the layout needs them."""
     codes, scale, *_ = map(product.arrays.get, _ARRAYS)
-    shape = LAYOUTS[layout].scale_shape(n, k)
+    needed = LAYOUTS[layout]
+    shape = needed.scale_shape(n, k)
     lead = codes.shape[: min(stacked, max(scale.ndim - len(shape), 0))]
-    if scale.dtype != LAYOUTS[layout].dtype or scale.shape != lead + shape:
+    fits = scale.dtype == needed.dtype and scale.shape == lead + shape
+    if layout == "mxfp8":
+        fits &= k % 32 == 0  # loaders take no part of a block
+    if not fits or codes.dtype != E4M3.dtype:
         raise _error(
             product,
-            f"scales of layout {layout!r}, from {LAYOUTS[layout].recipes}",
-            f"scales {scale.dtype}{list(scale.shape)} of codes {list(codes.shape)}",
-            f"write the layout of the layer's recipe, one of {sorted(LAYOUTS)}",
+            f"{E4M3.dtype} codes with scales of layout {layout!r}, from "
+            f"{needed.recipes}",
+            f"{codes.dtype}{list(codes.shape)} with scales "
+            f"{scale.dtype}{list(scale.shape)}",
+            f"write the layout of the layer's recipe, one of {sorted(LAYOUTS)}, and "
+            "train with E4M3 or HYBRID",
         )
-    if codes.dtype != E4M3.dtype:
-        advice = "loaders take no other; train with E4M3 or HYBRID"
-        raise _error(product, "codes in float8_e4m3fn", f"{codes.dtype}", advice)
-    if layout == "mxfp8" and k % 32:
-        advice = "loaders take no part of a block"
-        raise _error(product, "inputs that are a multiple of 32", f"{k}", advice)
 
 
 def _error(product, needed: str, got: str, advice: str) -> ValueError:
