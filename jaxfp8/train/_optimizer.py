@@ -31,13 +31,15 @@ class AppliedTransformation(optax.GradientTransformationExtraArgs):
 
     apply: Callable[[Any, Any, Any], tuple[Any, Any]]
 
-    def __new__(
-        cls, init: Callable, update: Callable, apply: Callable | None = None
-    ) -> Self:
-        """Make the transformation; optax unpacks it as a pair, and so do copies."""
+    def __new__(cls, init: Callable, update: Callable, apply: Callable) -> Self:
+        """Make the transformation; optax unpacks it as a pair."""
         transformation = super().__new__(cls, init, update)
         transformation.apply = apply
         return transformation
+
+    def __getnewargs__(self) -> tuple[Callable, Callable, Callable]:
+        """Return what a copy is made of."""
+        return (*self, self.apply)
 
 
 def optimizer(
@@ -78,16 +80,16 @@ def optimizer(
 
     Returns:
         A transformation for any tree that mixes parameters with state: variables dicts,
-        pytrees with `DotGeneralState`. Its `update` raises a ValueError without
-        `params`, and where `grads` holds none of the state; its `init` raises one for
-        NNX variables of state, which `jaxfp8.nnx.Optimizer` takes. It can `apply` where
-        `tx` can (`jaxfp8.optim.adamw`): `variables, opt_state = tx.apply(grads,
+        NNX states, pytrees with `DotGeneralState`. Its `update` raises a ValueError
+        without `params`, and where `grads` holds none of the state; its `init` raises
+        one for the NNX variables of a `CustomRecipe` with state. It can `apply`
+        where `tx` can (`jaxfp8.optim.adamw`): `variables, opt_state = tx.apply(grads,
         opt_state, variables)` writes the next parameters and the next FP8 state.
     """
     return _wrapped(tx)
 
 
-# equal arguments, equal results: jit's cache compares them
+# equal arguments, equal results: jit's cache and NNX's graphs compare them
 @functools.lru_cache(maxsize=128)
 def _wrapped(tx):
     if isinstance(tx, optax.MultiSteps):
@@ -139,14 +141,16 @@ def _wrapped(tx):
 
 
 def _refuse_variables(params) -> None:
-    """Refuse NNX variables of state: Flax gives plain arrays to `update`, in which only
-    names tell state from parameters.
+    """Refuse NNX variables with the state of a user's own quantizer: Flax gives plain
+    arrays to `update`, in which only names tell state from parameters.
     """
+    flat = _state_tree.flatten(params)
     nodes = jax.tree.leaves(params, is_leaf=_state_tree.is_variable)
-    if any(map(_state_tree.is_variable, nodes)):
+    if flat.unpaired and any(map(_state_tree.is_variable, nodes)):
         raise ValueError(
-            "jaxfp8.train.optimizer: init: params: expected no NNX variables with FP8 "
-            "state; take jaxfp8.nnx.Optimizer(model, tx)"
+            "jaxfp8.train.optimizer: init: params: expected no NNX variables with "
+            f"state of a CustomRecipe, got {flat.name(flat.unpaired[0])}; take "
+            "jaxfp8.nnx.Optimizer(model, tx)"
         )
 
 
@@ -296,22 +300,33 @@ class _Average:
 
 
 def _without_state(tree) -> Any:
-    """Return `tree` with an empty node in the place of each leaf of state."""
+    """Return `tree` with an empty node in the place of each leaf of state, and of its
+    NNX variable.
+
+    Flax saves a variable without leaves as None, and would put that None back from a
+    checkpoint.
+    """
     flat = _state_tree.flatten(tree)
-    return flat.replace({i: NoState() for i in flat.positions()})
+    tree = flat.replace({i: NoState() for i in flat.positions()})
+
+    def without_variable(node):
+        return NoState() if _state_tree.is_variable(node) else node
+
+    return jax.tree.map(without_variable, tree, is_leaf=_state_tree.is_variable)
 
 
 def _with_state(tree, source, function) -> Any:
     """Return `tree` with `function(leaf)`, for each leaf of state in `source`, in the
     empty node of that leaf.
     """
+    # A leaf in an NNX variable comes with the variable.
+    nodes = jax.tree.leaves(source, is_leaf=_state_tree.is_variable)
     # `tree` lacks the leaves of `source` that have no gradient, such as functions.
-    flat = _state_tree.flatten(source)
-    state = [flat.leaves[i] for i in flat.positions()]
+    state = [nodes[i] for i in _state_tree.flatten(source).positions()]
 
     def filled(node):
         if isinstance(node, NoState):
-            return function(state.pop(0))
+            return jax.tree.map(function, state.pop(0))
         return node
 
     tree = jax.tree.map(filled, tree, is_leaf=lambda node: isinstance(node, NoState))

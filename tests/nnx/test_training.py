@@ -48,6 +48,11 @@ OPTIMIZERS = {
     "wrt state too": lambda layer, tx: (
         jaxfp8.nnx.Optimizer(layer, tx, wrt=jaxfp8.nnx.trainable).update
     ),
+    "nnx.Optimizer and train.optimizer": lambda layer, tx: (
+        nnx.Optimizer(
+            layer, jaxfp8.train.optimizer(tx), wrt=jaxfp8.nnx.trainable
+        ).update
+    ),
     "nnx.Optimizer and update_state": by_hand,
 }
 
@@ -130,10 +135,17 @@ def test_an_optimizer_made_anew_is_not_traced_anew():
         traces.append(1)
         stepped(model, optimizer, lambda model: jnp.sum(model(x) ** 2))
 
-    for _ in range(3):
-        layer = linear(0)
-        step(layer, jaxfp8.nnx.Optimizer(layer, tx))
-    assert len(traces) == 1
+    for make in (
+        lambda layer: jaxfp8.nnx.Optimizer(layer, tx),
+        lambda layer: nnx.Optimizer(
+            layer, jaxfp8.train.optimizer(tx), wrt=jaxfp8.nnx.trainable
+        ),
+    ):
+        before = len(traces)
+        for _ in range(3):
+            layer = linear(0)
+            step(layer, make(layer))
+        assert len(traces) == before + 1
 
 
 def test_lbfgs_is_that_of_parameters():

@@ -265,5 +265,7 @@ def test_variables_in_an_optimizer_of_arrays_are_refused():
     fp8 = jaxfp8.nnx.Fp8DotGeneral(RECIPE)
     layer = nnx.Linear(4, 4, dot_general=fp8, rngs=nnx.Rngs(0))
     tx = jaxfp8.train.optimizer(optax.sgd(0.1))
-    with pytest.raises(ValueError, match=r"init: params: .*jaxfp8\.nnx\.Optimizer"):
+    with pytest.raises(
+        ValueError, match=r"init: params: .* got dot_general/.*jaxfp8\.nnx\.Optimizer"
+    ):
         nnx.Optimizer(layer, tx, wrt=jaxfp8.nnx.trainable)
