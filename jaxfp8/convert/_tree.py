@@ -5,11 +5,13 @@ of `flax.serialization`.
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import serialization
 
 from ..mixed_precision import DynamicLossScale
 from ..recipes import DotGeneralState, QuantizerState
+from ..train import StackedState
 
 Path = tuple[str, ...]
 
@@ -54,3 +56,18 @@ for _cls in (DotGeneralState, QuantizerState, DynamicLossScale):
     serialization.register_serialization_state(
         _cls, _to_state_dict, _from_state_dict, override=True
     )
+
+
+def _stacked_to_state_dict(state: StackedState) -> Any:
+    return serialization.to_state_dict(state.unstacked())
+
+
+def _stacked_from_state_dict(target: StackedState, saved: dict) -> StackedState:
+    # a target of jax.eval_shape has no arrays
+    collection = jax.eval_shape(StackedState.unstacked, target)
+    return StackedState.stack(serialization.from_state_dict(collection, saved))
+
+
+serialization.register_serialization_state(
+    StackedState, _stacked_to_state_dict, _stacked_from_state_dict, override=True
+)

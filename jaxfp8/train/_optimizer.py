@@ -31,15 +31,13 @@ class AppliedTransformation(optax.GradientTransformationExtraArgs):
 
     apply: Callable[[Any, Any, Any], tuple[Any, Any]]
 
-    def __new__(cls, init: Callable, update: Callable, apply: Callable) -> Self:
-        """Make the transformation; optax unpacks it as a pair."""
+    def __new__(
+        cls, init: Callable, update: Callable, apply: Callable | None = None
+    ) -> Self:
+        """Make the transformation; optax unpacks it as a pair, and so do copies."""
         transformation = super().__new__(cls, init, update)
         transformation.apply = apply
         return transformation
-
-    def __getnewargs__(self) -> tuple[Callable, Callable, Callable]:
-        """Return what a copy is made of."""
-        return (*self, self.apply)
 
 
 def optimizer(

@@ -76,8 +76,9 @@ def stack_state(tree: Tree) -> Tree:
     `unstack_state`. Gradients, optimizers, `update_state`, `accumulate_gradients` and
     `average` take stacked trees as any other.
 
-    In checkpoints save `unstack_state(train)`, which fits models without stacked state
-    too, and restore by `stack_state(restored)`. With `optax.MultiSteps` the state of
+    Checkpoints of `flax.serialization` hold the state of each product, and fit
+    variables that are stacked or not. For other checkpoints save `unstack_state(train)`
+    and restore by `stack_state(restored)`. With `optax.MultiSteps` the state of
     mini-steps in `opt_state` stays stacked; `create` makes it of stacked variables.
 
     Args:

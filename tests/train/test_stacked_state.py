@@ -124,8 +124,11 @@ def test_checkpoints_hold_the_state_of_each_product():
     stacked = stack_state(variables)
     assert len(jax.tree.leaves(stacked)) == 1 + 4
     assert_same_bits(unstack_state(stacked), variables)
-    with pytest.raises(TypeError, match="StackedState"):
-        serialization.to_bytes(stacked)
+    saved = serialization.to_bytes(stacked)
+    assert saved == serialization.to_bytes(unstack_state(stacked))
+    assert_same_bits(serialization.from_bytes(variables, saved), variables)
+    for target in (stacked, jax.eval_shape(lambda: stacked)):
+        assert_same_bits(serialization.from_bytes(target, saved), stacked)
     merged = jaxfp8.convert.merge_state(stacked, variables)
     assert_same_bits(merged, variables)
     reset = jaxfp8.convert.reset_state(stacked)
