@@ -4,7 +4,7 @@ addition and 0 as neutral element.
 
 import contextlib
 import functools
-import pathlib
+import re
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -205,13 +205,10 @@ def _is_of_equinox(error) -> bool:
     """
     # A `jit` takes the frames of libraries off the traceback; JAX gives the line of the
     # operation as the cause.
+    last = []
     for each in (error, error.__cause__):
-        frames = traceback.extract_tb(each.__traceback__) if each else []
-        for frame in frames[-1:]:
-            folders = pathlib.Path(frame.filename).parts
-            if "equinox" in folders or "diffrax" in folders:
-                return True
-    return False
+        last += traceback.format_tb(getattr(each, "__traceback__", None))[-1:]
+    return bool(re.search(r"[\\/](equinox|diffrax)[\\/]", "".join(last)))
 
 
 def grad(

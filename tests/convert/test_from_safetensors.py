@@ -246,7 +246,7 @@ ERRORS = {
         LAYER,
         WEIGHT,
         {"up.weight": np.zeros((6, 4), np.int32)},
-        f"{FOR} a dtype of .*got I32",
+        f"{FOR} floats, got I32",
     ),
     "scales": (
         LAYER,
