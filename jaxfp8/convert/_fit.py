@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from flax import core
-from jax import lax
 
 from .._jax import _warnings
 from ..linen._mistakes import TRANSFORMER_ENGINE_BY_HAND
@@ -80,12 +78,11 @@ def _map_quantizers(where, flat, function):
 
 def _resize(history, length, axis=-1):
     """Resize a history of H slots along `axis` to `length` slots."""
-    oldest_first = jnp.roll(jnp.asarray(history), -1, axis)
-    size = oldest_first.shape[axis]
-    kept = lax.slice_in_dim(oldest_first, max(size - length, 0), size, axis=axis)
-    pads = np.zeros((kept.ndim, 2), int)
-    pads[axis, 0] = max(length - size, 0)
-    return jnp.roll(jnp.pad(kept, pads), 1, axis)
+    oldest_first = jnp.roll(jnp.moveaxis(jnp.asarray(history), axis, -1), -1, -1)
+    kept = oldest_first[..., -length:]
+    pads = [(0, 0)] * (kept.ndim - 1) + [(length - kept.shape[-1], 0)]
+    resized = jnp.roll(jnp.pad(kept, pads), 1, -1)
+    return jnp.moveaxis(resized, -1, axis)
 
 
 def merge_state(

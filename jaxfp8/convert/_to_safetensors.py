@@ -17,7 +17,7 @@ from ._frozen_kernels import (
     parameters,
     quantization_config,
 )
-from ._read_safetensors import DTYPES, Names, StoredTensor
+from ._read_safetensors import Names, StoredTensor
 from ._tree import Path, at
 
 
@@ -72,8 +72,7 @@ def to_safetensors(
             and others not; codes are not float8_e4m3fn, or are NaN; a parameter has no
             name, or two have the same name; an expression matches no parameter; a
             kernel is not a matrix, or cannot be divided. No file is written then.
-        TypeError: `frozen` is neither variables nor an NNX model; or a parameter has a
-            dtype that the format lacks.
+        TypeError: `frozen` is neither variables nor an NNX model.
         ImportError: the package safetensors is not installed.
     """
     _checks.one_of("to_safetensors", "layout", layout, sorted(LAYOUTS))
@@ -101,11 +100,6 @@ def to_safetensors(
             raise ValueError(
                 f"to_safetensors: names: two tensors would be {name!r}; every "
                 "parameter needs its own name"
-            )
-        if array.dtype not in DTYPES.values():
-            raise TypeError(
-                f"to_safetensors: {name}: expected a dtype of {sorted(DTYPES)}, got "
-                f"{array.dtype}"
             )
         # safetensors reads its memory as it lies
         tensors[name] = np.ascontiguousarray(array).reshape(array.shape)

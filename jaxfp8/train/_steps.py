@@ -270,7 +270,5 @@ def maximum(acc, grad):
     """
     if _compat.is_max(grad):  # in the backward of a custom_vjp
         return _compat.combined(acc, grad)
-    if not jnp.issubdtype(jnp.result_type(grad), jnp.floating):
-        return jnp.maximum(acc, grad)
     bits = [_scaling.to_bits(_scaling.clean(x)) for x in (acc, grad)]
     return _scaling.from_bits(jnp.maximum(*bits)).astype(acc.dtype)
