@@ -127,11 +127,13 @@ def _quantized(quantizer, kernel, state, reduce):
 def _states_of_kernels(tree, state, quantizer) -> dict[int, QuantizerState]:
     """Return the state of each kernel in the tree that has one, by position."""
     states = _state_tree.flatten(state)
-    positions = {path: i for i, path in enumerate(tree.paths)}
+    positions = {tree.name(i): i for i in range(len(tree.leaves))}
     kernels = {}
     for pair in states.quantizers:
-        for path in _kernel_paths(states.paths[pair.amax_history]):
-            if path in positions:
+        product, _, operand = pair.name.rpartition("/")
+        beside = (*product.split("/")[:-1], "kernel")
+        for path in (product, pair.name, "/".join(beside)):
+            if operand == "kernel" and path in positions:
                 old = QuantizerState(*(states.leaves[i] for i in pair.positions()))
                 quantizer.check_state(f"quantize_params: state: {pair.name}", old)
                 kernels[positions[path]] = old
@@ -143,15 +145,3 @@ def _states_of_kernels(tree, state, quantizer) -> dict[int, QuantizerState]:
             "a tree of DotGeneralState with the structure of params"
         )
     return kernels
-
-
-def _kernel_paths(history_path) -> list[tuple]:
-    """Return the paths where the kernel of a history may be, best first; for other
-    operands' histories, no path.
-    """
-    *parent, leaf = history_path
-    if leaf == "amax_history" and parent:  # a field of a QuantizerState
-        leaf = f"{parent.pop()}_{leaf}"
-    if leaf != "kernel_amax_history":
-        return []
-    return [tuple(parent), (*parent, "kernel"), (*parent[:-1], "kernel")]
