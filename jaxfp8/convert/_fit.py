@@ -68,11 +68,10 @@ def _map_quantizers(where, flat, function):
         )
     values = {}
     for quantizer in flat.quantizers:
-        positions = quantizer.positions()
-        pair = [jnp.asarray(flat.leaves[i]) for i in positions]
+        pair = list(map(jnp.asarray, quantizer.leaves))
         # Transforms stack state along any axis, so the slots need not be last.
         axis = _state_tree.slot_axis(f"{where}: tree: {quantizer.name}", *pair)
-        values |= zip(positions, function(*pair, axis), strict=True)
+        values |= zip(quantizer.positions(), function(*pair, axis), strict=True)
     return flat.replace(values)
 
 

@@ -86,12 +86,6 @@ def _convert(where, variables, classes, swapped):
     """Convert state whose modules are named after a class in `classes`, which gives the
     class of the result.
     """
-    if isinstance(swapped, str):
-        raise TypeError(
-            f"{where}: swapped: expected a sequence of patterns, got the string "
-            f"{swapped!r}"
-        )
-
     if not isinstance(variables, Mapping):
         raise TypeError(
             f"{where}: variables: expected a dict of variables or of one collection, "

@@ -107,15 +107,11 @@ def _frozen_kernel(path: Path, weights: list[tuple], old: dict) -> dict[str, jax
             new[_frozen.KERNEL][index],
             new[_frozen.KERNEL_SCALE_INV][index],
         )
-        for part in parts:
-            if part.data.dtype != codes.dtype:
-                raise _error(
-                    where,
-                    f"codes in {codes.dtype.name}",
-                    part.dtype,
-                    "load a model that is not frozen",
-                )
         data = np.concatenate([part.data for part in parts])
+        if data.dtype != codes.dtype:
+            needed = f"codes in {codes.dtype}"
+            advice = "load a model that is not frozen"
+            raise _error(where, needed, f"{data.dtype}", advice)
         codes[...] = _reshaped(path, where, data, codes.shape)
         scale_inv[...] = _scales(where, [part.scale_inv for part in parts], scale_inv)
         if _frozen.INPUT_SCALE in new:
@@ -217,7 +213,7 @@ def _with_leaves(variables, leaves: dict[Path, jax.Array]):
     """
     is_module = isinstance(variables, nnx.Module)
     flat = _state_tree.flatten(nnx.state(variables) if is_module else variables)
-    first, new, left = {}, {}, []
+    first, new = {}, {}
     for quantizer in flat.quantizers:
         first |= zip(quantizer.positions(), (0, 1), strict=True)
     for i, (path, leaf) in enumerate(zip(flat.paths, flat.leaves, strict=True)):
@@ -225,16 +221,13 @@ def _with_leaves(variables, leaves: dict[Path, jax.Array]):
         if key in leaves:
             new[i] = leaves[key]
         elif isinstance(leaf, jax.ShapeDtypeStruct):
-            if i in first:
-                new[i] = _placed(np.full(leaf.shape, first[i], leaf.dtype), leaf)
-            else:
-                left.append(flat.name(i))
-    if left:
-        raise ValueError(
-            f"from_safetensors: variables: {some(left, 4)}: expected arrays where no "
-            "tensor of the file is read, got jax.ShapeDtypeStruct; put arrays there "
-            "first, for example those of init"
-        )
+            if i not in first:
+                raise ValueError(
+                    f"from_safetensors: variables: {flat.name(i)}: expected arrays "
+                    "where no tensor of the file is read, got jax.ShapeDtypeStruct; "
+                    "put arrays there first, for example those of init"
+                )
+            new[i] = _placed(np.full(leaf.shape, first[i], leaf.dtype), leaf)
     if not is_module:
         return flat.replace(new)
     nnx.update(variables, flat.replace(new))

@@ -208,7 +208,7 @@ def quantizers(where: str, tree) -> list[tuple[str, Any, Any]]:
         # not quantizers.
         if "opt_state" in flat.paths[quantizer.amax_history]:
             continue
-        leaves = [flat.leaves[i] for i in quantizer.positions()]
+        leaves = quantizer.leaves
         axis = _state_tree.slot_axis(f"{where}: {quantizer.name}", *leaves)
         # Transforms stack along any axis; here the slots go last.
         if axis not in (-1, leaves[0].ndim - 1):

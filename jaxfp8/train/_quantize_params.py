@@ -134,7 +134,7 @@ def _states_of_kernels(tree, state, quantizer) -> dict[int, QuantizerState]:
         beside = (*product.split("/")[:-1], "kernel")
         for path in (product, pair.name, "/".join(beside)):
             if operand == "kernel" and path in positions:
-                old = QuantizerState(*(states.leaves[i] for i in pair.positions()))
+                old = QuantizerState(*pair.leaves)
                 quantizer.check_state(f"quantize_params: state: {pair.name}", old)
                 kernels[positions[path]] = old
                 break

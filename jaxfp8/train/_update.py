@@ -94,15 +94,14 @@ def _next_of_quantizers(before, gradient) -> tuple[dict, dict]:
     #    call.
     alike = {}
     for q in before.quantizers:
-        positions = q.positions()
-        now = [before.leaves[i] for i in positions]
+        positions, now = q.positions(), q.leaves
         then = [gradient.get(before.paths[i]) for i in positions]
         if any(leaf is None for leaf in then):
             continue
         _state_tree.slot_axis(f"update_state: old: {q.name}", *now)
         _check_shapes(q.name, now, then)
-        kind = tuple(map(jax.typeof, now + then))
-        alike.setdefault(kind, []).append((q.name, positions, now + then))
+        kind = tuple(map(jax.typeof, (*now, *then)))
+        alike.setdefault(kind, []).append((q.name, positions, (*now, *then)))
     # 2. Compute the next state of each group, and its factors.
     values = {}
     factors = {}
