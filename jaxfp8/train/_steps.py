@@ -151,8 +151,8 @@ def _rejected(before, after, updates):
 
 def _counters(name, opt_state) -> list:
     """Return the counters of this name in the states of optax's wrappers."""
-    found = optax.tree_utils.tree_get_all_with_path(opt_state, name)
-    return [counter for _, counter in found]
+    counters = optax.tree_utils.tree_get_all_with_path(opt_state, name)
+    return [counter for _, counter in counters]
 
 
 def _any_differs(name, before, after):
