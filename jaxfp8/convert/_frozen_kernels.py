@@ -187,9 +187,7 @@ def matrix(product: Product, layout: str, index: tuple[int, ...]) -> StoredTenso
     """
     codes, scale, input_scale, _ = map(product.arrays.get, _ARRAYS)
     n, k = _matrix_shape(product, len(index))
-    _check_layout(product, len(index), n, k, layout)
-    # a scale for a whole tensor may hold for several stacked kernels
-    lead = index[: scale.ndim - len(LAYOUTS[layout].scale_shape(n, k))]
+    lead = index[: _stacked_scales(product, len(index), n, k, layout)]
     inputs = None if input_scale is None else input_scale[lead]
     codes, scale = codes[index].reshape(n, k), scale[lead]
     is_bad = np.any(codes.view(np.uint8) & 127 == 127)
@@ -229,13 +227,18 @@ def _matrix_shape(product, stacked) -> tuple[int, int]:
     return math.prod(codes[: -counts[0]]), math.prod(codes[-counts[0] :])
 
 
-def _check_layout(product, stacked, n, k, layout) -> None:
-    """Raise a ValueError unless scales, codes and k are as the layout needs them."""
+def _stacked_scales(product, stacked, n, k, layout) -> int:
+    """Return along how many dimensions of stacked kernels the scales are stacked: one
+    for a whole tensor may hold for several kernels.
+
+    Raises:
+        ValueError: scales, codes or k are not as the layout needs them.
+    """
     codes, scale, *_ = map(product.arrays.get, _ARRAYS)
     needed = LAYOUTS[layout]
     shape = needed.scale_shape(n, k)
-    lead = codes.shape[: min(stacked, max(scale.ndim - len(shape), 0))]
-    fits = scale.dtype == needed.dtype and scale.shape == lead + shape
+    lead = min(stacked, max(scale.ndim - len(shape), 0))
+    fits = scale.dtype == needed.dtype and scale.shape == codes.shape[:lead] + shape
     if layout == "mxfp8":
         fits &= k % 32 == 0  # loaders take no part of a block
     if not fits or codes.dtype != E4M3.dtype:
@@ -248,6 +251,7 @@ def _check_layout(product, stacked, n, k, layout) -> None:
             f"write the layout of the layer's recipe, one of {sorted(LAYOUTS)}, and "
             "train with E4M3 or HYBRID",
         )
+    return lead
 
 
 def _error(product, needed: str, got: str, advice: str) -> ValueError:

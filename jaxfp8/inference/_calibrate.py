@@ -1,6 +1,5 @@
 """Calibrate and freeze models for inference: Linen and NNX models, and functions."""
 
-import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator
@@ -100,10 +99,14 @@ def calibrate(
     # 3. Let a Linen model make the state that it lacks, from the shapes of the first
     #    batch.
     if isinstance(model, nn.Module) and OVERWRITE_WITH_GRADIENT not in variables:
-        options = kwargs | {"mutable": [OVERWRITE_WITH_GRADIENT]}
         first = next(batches)
-        _, state = jax.jit(functools.partial(apply, **options))(variables, *first)
-        variables = {**variables, **state}
+
+        @jax.jit
+        def first_state(variables, *batch):
+            options = kwargs | {"mutable": [OVERWRITE_WITH_GRADIENT]}
+            return apply(variables, *batch, **options)[1]
+
+        variables = {**variables, **first_state(variables, *first)}
         batches = itertools.chain([first], batches)
     filled = _filled(function, variables, batches, loss_fn is not None)
     if not is_nnx:
