@@ -71,7 +71,7 @@ def _map_quantizers(where, flat, function):
         pair = list(map(jnp.asarray, quantizer.leaves))
         # Transforms stack state along any axis, so the slots need not be last.
         axis = _state_tree.slot_axis(f"{where}: tree: {quantizer.name}", *pair)
-        values |= zip(quantizer.positions(), function(*pair, axis), strict=True)
+        values |= zip(quantizer.positions, function(*pair, axis), strict=True)
     return flat.replace(values)
 
 
@@ -148,7 +148,7 @@ def merge_state(
                 "has in FP8"
             )
     for quantizer in model.quantizers:
-        if len(fitted.keys() & quantizer.positions()) == 1:
+        if len(fitted.keys() & quantizer.positions) == 1:
             raise ValueError(
                 f"{where}: restored: {quantizer.name}: expected its amax_history and "
                 "its scale, got one of them; restore both, or drop both to begin with "

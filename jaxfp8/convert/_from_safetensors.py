@@ -215,7 +215,7 @@ def _with_leaves(variables, leaves: dict[Path, jax.Array]):
     flat = _state_tree.flatten(nnx.state(variables) if is_module else variables)
     first, new = {}, {}
     for quantizer in flat.quantizers:
-        first |= zip(quantizer.positions(), (0, 1), strict=True)
+        first |= zip(quantizer.positions, (0, 1), strict=True)
     for i, (path, leaf) in enumerate(zip(flat.paths, flat.leaves, strict=True)):
         key = path[1:] if path[0] == "params" and not is_module else path
         if key in leaves:

@@ -26,18 +26,13 @@ class Quantizer(NamedTuple):
 
     Attributes:
         name: the path of the quantizer, for messages: `Dense_0/Fp8DotGeneral_0/input`.
-        amax_history, scale: positions in `StateTree.leaves`.
+        positions: those of the history and the scale in `StateTree.leaves`.
         leaves: the history and the scale.
     """
 
     name: str
-    amax_history: int
-    scale: int
+    positions: tuple[int, int]
     leaves: tuple[Any, Any]
-
-    def positions(self) -> tuple[int, int]:
-        """Return the positions of `leaves`."""
-        return self.amax_history, self.scale
 
 
 class StateTree(NamedTuple):
@@ -62,7 +57,7 @@ class StateTree(NamedTuple):
         """Return the positions of all state leaves, ascending."""
         positions = list(self.unpaired)
         for quantizer in self.quantizers:
-            positions += quantizer.positions()
+            positions += quantizer.positions
         return sorted(positions)
 
     def replace(self, values: dict[int, Any]):
@@ -102,7 +97,7 @@ def flatten(tree) -> StateTree:
     _refuse_weight_norm(paths)
     quantizers = _pairs(paths, leaves)
     for quantizer in quantizers:
-        state.difference_update(quantizer.positions())
+        state.difference_update(quantizer.positions)
     treedef = jax.tree.structure(tree)
     return StateTree(treedef, leaves, paths, quantizers, sorted(state))
 
@@ -174,5 +169,5 @@ def _pairs(paths, leaves) -> list[Quantizer]:
         scale = where.get((*parent, prefix + _SCALE))
         if is_history and scale is not None:
             name = "/".join(filter(None, (*parent, prefix.rstrip("_"))))
-            pairs.append(Quantizer(name, i, scale, (leaves[i], leaves[scale])))
+            pairs.append(Quantizer(name, (i, scale), (leaves[i], leaves[scale])))
     return pairs

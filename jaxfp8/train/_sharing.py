@@ -69,11 +69,11 @@ def max_grad(tree: Tree) -> Tree:
     in_stacks = leaves_in_stacks(tree)
     in_loops = {}
     for quantizers in _reading.stacked_products(flat):
-        positions = [q.positions() for q in quantizers]
+        positions = [q.positions for q in quantizers]
         pairs = jax.tree.map(state.get, positions)
         for i in jax.tree.leaves(positions):
             state[i] = jax.lax.stop_gradient(flat.leaves[i])
-        place = quantizers[-1].scale
+        place = quantizers[-1].positions[1]
         if in_stacks[place] and pairs[0][0].ndim == 2:
             state[place] = _reading.read_rows(pairs)
         else:

@@ -94,7 +94,7 @@ def _next_of_quantizers(before, gradient) -> tuple[dict, dict]:
     #    call.
     alike = {}
     for q in before.quantizers:
-        positions, now = q.positions(), q.leaves
+        positions, now = q.positions, q.leaves
         then = [gradient.get(before.paths[i]) for i in positions]
         if any(leaf is None for leaf in then):
             continue
