@@ -103,10 +103,8 @@ def _frozen_kernel(path: Path, weights: list[tuple], old: dict) -> dict[str, jax
     """
     new = {name: np.empty(a.shape, a.dtype) for name, a in old.items() if a is not None}
     for index, where, parts in weights:
-        codes, scale_inv = (
-            new[_frozen.KERNEL][index],
-            new[_frozen.KERNEL_SCALE_INV][index],
-        )
+        codes = new[_frozen.KERNEL][index]
+        scale_inv = new[_frozen.KERNEL_SCALE_INV][index]
         data = np.concatenate([part.data for part in parts])
         if data.dtype != codes.dtype:
             needed = f"codes in {codes.dtype}"

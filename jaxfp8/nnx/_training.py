@@ -304,7 +304,7 @@ class Optimizer(nnx.Optimizer):
             nnx.state(tree, OverwriteWithGradient, graph=self.graph)
             for tree in (model, *grads)
         )
-        expect_state(_state_tree.flatten(old), _state_tree.flatten(new).by_path())
+        expect_state(old, new)
         # 1. Let `tx` see parameters alone.
         variables = (
             nnx.state(tree, self.wrt, graph=self.graph) for tree in (model, *grads)

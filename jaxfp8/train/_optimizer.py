@@ -111,8 +111,7 @@ def _wrapped(tx):
                     "params)"
                 )
             trained = _trained(params)
-            before = _state_tree.flatten(trained)
-            expect_state(before, _state_tree.flatten(grads).by_path())
+            before, _ = expect_state(trained, grads)
             if name == "update":
                 _warn_of_cast_state(before)
             # 1. Let `tx` see parameters alone, in its arguments as well.

@@ -16,7 +16,7 @@ from .._jax._trees import Tree
 from ..numerics import _scaling
 from ..ops import _checks
 from ..recipes import _state_tree
-from ._update import update_state
+from ._update import expect_state, update_state
 
 
 class Accumulating(NamedTuple):
@@ -108,7 +108,7 @@ def finish(old, grads, before, after, updates):
     # 1. See whether the wrapped optimizer rejected the step. Without MultiSteps, every
     #    other step stores its state.
     rejected = _rejected(inner(before), after, updates)
-    tree = _state_tree.flatten(old)
+    tree, gradient = expect_state(old, grads)
     if not isinstance(before, Accumulating):
         state = update_state(old, grads)
         return (state if rejected is None else _where(~rejected, old, state)), after
@@ -123,7 +123,6 @@ def finish(old, grads, before, after, updates):
         is_stored = emitted & ~rejected
     # 3. Take the max with the state of the mini-steps so far. Store it in a step that
     #    emits an update; else carry it on, without a step that did not count.
-    gradient = _state_tree.flatten(grads).by_path()
     totals = {}
     pending = []
     for i, so_far in zip(tree.positions(), before.state, strict=True):

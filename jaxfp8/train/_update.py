@@ -77,9 +77,7 @@ def update_state(old: Tree, new: Any) -> Tree:
             or is below zero. Always: the shapes of `old` and `new` differ, or `new`
             holds none of the state.
     """
-    before = _state_tree.flatten(old)
-    gradient = _state_tree.flatten(new).by_path()
-    expect_state(before, gradient)
+    before, gradient = expect_state(old, new)
     values, factors = _next_of_quantizers(before, gradient)
     values |= _next_of_users(before, gradient)
     _check_factors(before, factors)
@@ -134,10 +132,14 @@ def _next_of_users(before, gradient) -> dict:
     return values
 
 
-def expect_state(before: _state_tree.StateTree, gradient) -> None:
-    """Raise a ValueError where `gradient`, leaves by path, holds none of the state
-    leaves of `before`.
+def expect_state(old: Tree, new: Tree) -> tuple[_state_tree.StateTree, dict]:
+    """Return `old` as a flat tree, and the leaves of `new` by path.
+
+    Raises:
+        ValueError: `new` holds none of the state of `old`.
     """
+    before = _state_tree.flatten(old)
+    gradient = _state_tree.flatten(new).by_path()
     positions = before.positions()
     if positions and not any(before.paths[i] in gradient for i in positions):
         raise ValueError(
@@ -146,6 +148,7 @@ def expect_state(before: _state_tree.StateTree, gradient) -> None:
             "with respect to the state as well, in NNX with jaxfp8.nnx.grad or "
             "jaxfp8.nnx.value_and_grad"
         )
+    return before, gradient
 
 
 _PER_EXAMPLE = (
