@@ -92,14 +92,14 @@ def _next_of_quantizers(before, gradient) -> tuple[dict, dict]:
     #    call.
     alike = {}
     for q in before.quantizers:
-        positions, now = q.positions, q.leaves
-        then = [gradient.get(before.paths[i]) for i in positions]
+        then = [gradient.get(before.paths[i]) for i in q.positions]
         if any(leaf is None for leaf in then):
             continue
-        _state_tree.slot_axis(f"update_state: old: {q.name}", *now)
-        _check_shapes(q.name, now, then)
-        kind = tuple(map(jax.typeof, (*now, *then)))
-        alike.setdefault(kind, []).append((q.name, positions, (*now, *then)))
+        _state_tree.slot_axis(f"update_state: old: {q.name}", *q.leaves)
+        _check_shapes(q.name, q.leaves, then)
+        leaves = (*q.leaves, *then)
+        kind = tuple(map(jax.typeof, leaves))
+        alike.setdefault(kind, []).append((q.name, q.positions, leaves))
     # 2. Compute the next state of each group, and its factors.
     values = {}
     factors = {}
