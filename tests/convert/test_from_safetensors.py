@@ -18,7 +18,7 @@ from parametrize import each_row
 
 import jaxfp8
 import jaxfp8.nnx
-from jaxfp8.convert import from_safetensors, read_safetensors
+from jaxfp8.convert import _read_safetensors, from_safetensors, read_safetensors
 
 from .cases import OWG
 
@@ -136,6 +136,9 @@ def test_names_and_shapes(tmp_path):
         "o/bias": "o.bias",
         ".*embedding": "head.weight",
     }
+    find = _read_safetensors.Names("", {"k": ("{}.a.{}", "{}.b.{}")})
+    places = list(find(("k",), (1, 2, 3)))
+    assert places == [((0, i), [f"0.a.{i}", f"0.b.{i}"]) for i in range(2)]
     for given in (names, lambda path: names.get(path, "head.weight")):
         params = from_safetensors(shapes, files, given)["params"]
         for i, j in np.ndindex(2, 2):
