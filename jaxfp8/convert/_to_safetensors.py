@@ -140,12 +140,12 @@ def to_safetensors(
     return quantization_config(layout, ignored, True in fixed)
 
 
-def _parts(path: Path, places, stored, *args) -> Iterator[tuple[str, StoredTensor]]:
+def _parts(path: Path, places, weight_of, *args) -> Iterator[tuple[str, StoredTensor]]:
     """Yield the name and the weight of each part of a parameter, of which
-    `stored(*args, index)` gives one of those that are stacked.
+    `weight_of(*args, index)` gives one of those that are stacked.
     """
     for index, names in places:
-        yield from _divided(path, names, stored(*args, index))
+        yield from _divided(path, names, weight_of(*args, index))
 
 
 def _high_precision(path: Path, array, index) -> StoredTensor:
