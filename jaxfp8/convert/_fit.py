@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from flax import core
-from jax import lax
 
 from .._jax import _warnings
 from ..linen._mistakes import TRANSFORMER_ENGINE_BY_HAND
@@ -24,6 +22,7 @@ from ..train import unstack_state
 from ._tree import as_dtype, at
 
 _HISTORY = "amax_history"
+_COUNTERS = "_counters"  # of quantizers, in releases until 0.2
 
 
 def resize_history(tree: Any, amax_history_len: int) -> Any:
@@ -69,22 +68,20 @@ def _map_quantizers(where, flat, function):
         )
     values = {}
     for quantizer in flat.quantizers:
-        positions = quantizer.positions()
-        pair = [jnp.asarray(flat.leaves[i]) for i in positions]
+        pair = list(map(jnp.asarray, quantizer.leaves))
         # Transforms stack state along any axis, so the slots need not be last.
         axis = _state_tree.slot_axis(f"{where}: tree: {quantizer.name}", *pair)
-        values |= zip(positions, function(*pair, axis), strict=True)
+        values |= zip(quantizer.positions, function(*pair, axis), strict=True)
     return flat.replace(values)
 
 
 def _resize(history, length, axis=-1):
     """Resize a history of H slots along `axis` to `length` slots."""
-    oldest_first = jnp.roll(jnp.asarray(history), -1, axis)
-    size = oldest_first.shape[axis]
-    kept = lax.slice_in_dim(oldest_first, max(size - length, 0), size, axis=axis)
-    pads = np.zeros((kept.ndim, 2), int)
-    pads[axis, 0] = max(length - size, 0)
-    return jnp.roll(jnp.pad(kept, pads), 1, axis)
+    oldest_first = jnp.roll(jnp.moveaxis(jnp.asarray(history), axis, -1), -1, -1)
+    kept = oldest_first[..., -length:]
+    pads = [(0, 0)] * (kept.ndim - 1) + [(length - kept.shape[-1], 0)]
+    resized = jnp.roll(jnp.pad(kept, pads), 1, -1)
+    return jnp.moveaxis(resized, -1, axis)
 
 
 def merge_state(
@@ -131,16 +128,6 @@ def merge_state(
             )
         flats.append(flat)
     model, given = flats[0], flats[1].by_path()
-    for quantizer in model.quantizers:
-        has_history, has_scale = (
-            model.paths[i] in given for i in quantizer.positions()
-        )
-        if has_history != has_scale:
-            raise ValueError(
-                f"{where}: restored: {quantizer.name}: expected its amax_history and "
-                "its scale, got one of them; restore both, or drop both to begin with "
-                "the model's"
-            )
     # The checkpoint's state takes the place of the model's, leaf by leaf; its other
     # collections replace those of the model.
     positions = {path: i for i, path in enumerate(model.paths)}
@@ -150,7 +137,7 @@ def merge_state(
         if path in positions:
             i = positions[path]
             fitted[i] = _fit(place, path, model.leaves[i], leaf)
-        elif path[0] == OVERWRITE_WITH_GRADIENT and not _is_counters(path, given):
+        elif path[0] == OVERWRITE_WITH_GRADIENT and not path[-1].endswith(_COUNTERS):
             modules = {at(p[1:-1]) for p in positions if p[0] == path[0]}
             way_out = "state of Flax goes through from_flax"
             if "/TEWrapper_dot_general_" in at(path):
@@ -160,17 +147,18 @@ def merge_state(
                 f"{way_out}; drop from the checkpoint modules that the model no longer "
                 "has in FP8"
             )
+    for quantizer in model.quantizers:
+        if len(fitted.keys() & quantizer.positions) == 1:
+            raise ValueError(
+                f"{where}: restored: {quantizer.name}: expected its amax_history and "
+                "its scale, got one of them; restore both, or drop both to begin with "
+                "the model's"
+            )
     merged = {**variables, **restored}
     if OVERWRITE_WITH_GRADIENT in variables:
         collections = core.unfreeze(model.replace(fitted))
         merged[OVERWRITE_WITH_GRADIENT] = collections[OVERWRITE_WITH_GRADIENT]
     return merged
-
-
-def _is_counters(path, given) -> bool:
-    """Tell whether a leaf is counters of a quantizer, which releases until 0.2 had."""
-    history = path[-1].replace("_counters", f"_{_HISTORY}")
-    return path[-1].endswith("_counters") and (*path[:-1], history) in given
 
 
 def _fit(place, path, initial, leaf):

@@ -7,16 +7,18 @@ from typing import Any
 import jax.numpy as jnp
 from flax import traverse_util
 
-from ..ops import _checks
-from ..recipes import OVERWRITE_WITH_GRADIENT, _state_tree
+from ..recipes import OVERWRITE_WITH_GRADIENT
 from ..train import unstack_state
 from ._tree import Path, as_dtype, at
 
 _MODULE = "Fp8DotGeneral"
 _FLAX = ("Fp8DirectDotGeneralOp", "Fp8DotGeneralOp")
 _FNUZ_MODULE = "NANOOFp8DotGeneralOp"
-_OPERANDS = ("input", "kernel", "output_grad")
-_STATE = re.compile("(input|kernel|output_grad)_(amax_history|scale)")
+_KERNEL = ("kernel_amax_history", "kernel_scale")
+_INPUT = ("input_amax_history", "input_scale")
+_OUTPUT_GRAD = ("output_grad_amax_history", "output_grad_scale")
+_NAMES = _INPUT + _KERNEL + _OUTPUT_GRAD
+_EXCHANGED = _KERNEL + _INPUT + _OUTPUT_GRAD
 
 
 def from_flax(
@@ -61,41 +63,29 @@ def from_flax(
 
 
 def to_flax(
-    variables: Mapping[str, Any],
-    *,
-    name: str = "Fp8DirectDotGeneralOp",
-    swapped: Iterable[str] = (),
+    variables: Mapping[str, Any], *, swapped: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """Convert jaxfp8's state for Flax's classes, the inverse of `from_flax`.
+    """Convert jaxfp8's state for Flax's `nn.Fp8DotGeneral` and `nn.Fp8Einsum`, the
+    inverse of `from_flax`.
 
     Args:
         variables: all variables of a model, or its `_overwrite_with_gradient`
             collection alone.
-        name: the class that Flax's model uses: `"Fp8DirectDotGeneralOp"`, which is
-            `nn.Fp8DotGeneral`, or the older `"Fp8DotGeneralOp"`.
         swapped: as for `from_flax`; regular expressions for paths of `variables`.
 
     Returns:
         Nested dicts with state in float32.
 
     Raises:
-        ValueError, TypeError: as `from_flax`; also a ValueError if `name` is neither of
-            the two.
+        ValueError, TypeError: as `from_flax`.
     """
-    _checks.one_of("to_flax", "name", name, _FLAX)
-    return _convert("to_flax", variables, {_MODULE: name}, swapped)
+    return _convert("to_flax", variables, {_MODULE: _FLAX[0]}, swapped)
 
 
 def _convert(where, variables, classes, swapped):
     """Convert state whose modules are named after a class in `classes`, which gives the
     class of the result.
     """
-    if isinstance(swapped, str):
-        raise TypeError(
-            f"{where}: swapped: expected a sequence of patterns, got the string "
-            f"{swapped!r}"
-        )
-
     if not isinstance(variables, Mapping):
         raise TypeError(
             f"{where}: variables: expected a dict of variables or of one collection, "
@@ -104,7 +94,7 @@ def _convert(where, variables, classes, swapped):
     # Variables without the collection of state are that collection itself.
     state = variables.get(OVERWRITE_WITH_GRADIENT, variables)
     leaves = traverse_util.flatten_dict(unstack_state(state))
-    products = {path[:-1] for path in leaves if _STATE.fullmatch(path[-1])}
+    products = {path[:-1] for path in leaves if path[-1] in _NAMES}
     if not products:
         raise ValueError(
             f"{where}: variables: expected a collection {OVERWRITE_WITH_GRADIENT!r} "
@@ -117,9 +107,17 @@ def _convert(where, variables, classes, swapped):
     for product in products:
         matching = {each for each in swapped if re.fullmatch(each, at(product))}
         unused -= matching
-        operands = ("kernel", "input", "output_grad") if matching else _OPERANDS
         renamed = _renamed(where, product, classes)
-        moved |= _moved(where, leaves, product, renamed, operands)
+        names = _EXCHANGED if matching else _NAMES
+        for name, new in zip(_NAMES, names, strict=True):
+            path = (*product, name)
+            if path not in leaves:
+                raise ValueError(
+                    f"{where}: {at(path)}: missing beside the other state; drop the "
+                    "module from the tree to start it with empty state"
+                )
+            leaf = as_dtype(f"{where}: {at(path)}", leaves[path], jnp.float32)
+            moved[path] = (*renamed, new), leaf
     # A pattern that matches nothing is a typo: x and the kernel of that einsum would
     # have each other's state.
     if unused:
@@ -141,27 +139,6 @@ def _convert(where, variables, classes, swapped):
     if state is variables:
         return collection
     return {**variables, OVERWRITE_WITH_GRADIENT: collection}
-
-
-def _moved(where, leaves, product: Path, renamed: Path, operands) -> dict:
-    """Return for each leaf of a product, by its path, its next path and the leaf in
-    float32; `operands` are the next names of the operands.
-    """
-    moved = {}
-    for old, new in zip(_OPERANDS, operands, strict=True):
-        pair = []
-        for name in ("amax_history", "scale"):
-            path = (*product, f"{old}_{name}")
-            if path not in leaves:
-                raise ValueError(
-                    f"{where}: {at(path)}: missing beside the other state; drop the "
-                    "module from the tree to start it with empty state"
-                )
-            leaf = as_dtype(f"{where}: {at(path)}", leaves[path], jnp.float32)
-            pair.append(leaf)
-            moved[path] = (*renamed, f"{new}_{name}"), leaf
-        _state_tree.slot_axis(f"{where}: {at((*product, old))}", *pair)
-    return moved
 
 
 def _renamed(where, path: Path, classes) -> Path:

@@ -10,15 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import core, nnx
+from flax import nnx
 
 from ..dot import _frozen
 from ..recipes import _state_tree, some
-from ._frozen_kernels import parameters, take_products
+from ._frozen_kernels import parameters
 from ._read_safetensors import Name, Names, StoredTensor, read_safetensors
 from ._tree import Path, at
-
-_FLOATS = ("F8_E4M3", "F8_E5M2", "BF16", "F16", "F32", "F64")
 
 
 def from_safetensors(
@@ -66,12 +64,12 @@ def from_safetensors(
         TypeError: `variables` is neither a dict of variables nor an NNX model.
     """
     where = "from_safetensors"
-    leaves = parameters(f"{where}: variables", variables)
+    leaves, products = parameters(f"{where}: variables", variables)
     tensors = read_safetensors(path)
     find = Names(where, names)
     new = {}
     # 1. The codes of frozen kernels.
-    for product in take_products(leaves):
+    for product in products:
         codes = product.arrays[_frozen.KERNEL]
         parts = list(_parts(product.kernel, find, codes.shape, tensors))
         if parts:
@@ -79,8 +77,6 @@ def from_safetensors(
             new |= {(*product.path, name): array for name, array in arrays.items()}
     # 2. All others, in the dtypes of the model.
     for path_, leaf in leaves.items():
-        if isinstance(leaf, _frozen.Placeholder):
-            continue
         if parts := list(_parts(path_, find, leaf.shape, tensors)):
             new[path_] = _master(path_, parts, leaf)
     find.check_used()
@@ -105,26 +101,21 @@ def _frozen_kernel(path: Path, weights: list[tuple], old: dict) -> dict[str, jax
     """Return the arrays of a frozen product by name: codes of the file as
     `[*stacked, *out, *in]`, and scales.
     """
-    codes, scale_inv = old[_frozen.KERNEL], old[_frozen.KERNEL_SCALE_INV]
     new = {name: np.empty(a.shape, a.dtype) for name, a in old.items() if a is not None}
     for index, where, parts in weights:
-        for part in parts:
-            if part.data.dtype != codes.dtype:
-                raise _error(
-                    where,
-                    f"codes in {codes.dtype.name}",
-                    part.dtype,
-                    "load a model that is not frozen",
-                )
+        codes = new[_frozen.KERNEL][index]
+        scale_inv = new[_frozen.KERNEL_SCALE_INV][index]
         data = np.concatenate([part.data for part in parts])
-        shape = codes.shape[len(index) :]
-        new[_frozen.KERNEL][index] = _reshaped(path, where, data, shape)
-        new[_frozen.KERNEL_SCALE_INV][index] = _scales(
-            where, parts, scale_inv, scale_inv.shape[len(index) :]
-        )
+        if data.dtype != codes.dtype:
+            needed = f"codes in {codes.dtype}"
+            advice = "load a model that is not frozen"
+            raise _error(where, needed, f"{data.dtype}", advice)
+        codes[...] = _reshaped(path, where, data, codes.shape)
+        scale_inv[...] = _scales(where, [part.scale_inv for part in parts], scale_inv)
         if _frozen.INPUT_SCALE in new:
-            fixed = _input_scale_inv(where, parts)
-            new[_frozen.INPUT_SCALE_INV][index] = fixed
+            fixed = new[_frozen.INPUT_SCALE_INV][index]
+            inputs = [part.input_scale_inv for part in parts]
+            fixed[...] = _scales(f"{where}: input", inputs, fixed)
             new[_frozen.INPUT_SCALE][index] = 1 / fixed
     return {name: _placed(array, old[name]) for name, array in new.items()}
 
@@ -138,39 +129,25 @@ def _parts(path, find: Names, shape, tensors) -> Iterator[tuple]:
         yield index, f"{names[0]}, for {at(path)}", parts
 
 
-def _input_scale_inv(where, parts: list[StoredTensor]) -> np.float32:
-    """Return the fixed scale of the input that all parts of a frozen kernel have."""
-    inputs = [part.input_scale_inv for part in parts]
-    if any(x is None for x in inputs) or len(np.unique(inputs)) > 1:
-        raise _error(
-            where,
-            "one fixed scale of the input, as the model has",
-            f"{inputs}",
-            "freeze a model with Float8CurrentScaling",
-        )
-    return inputs[0][0]
-
-
-def _scales(where, parts: list[StoredTensor], scale_inv, shape) -> np.ndarray:
+def _scales(where, scales: list, old: np.ndarray) -> np.ndarray:
     """Return the scales of the parts of a frozen kernel, in the shape and the dtype
     that the model has.
     """
-    scales = np.concatenate([part.scale_inv for part in parts])
-    has_blocks = any(part.block for part in parts)
-    if scales.shape != shape and not has_blocks and len(np.unique(scales)) == 1:
-        scales = scales[:1]  # parts that have one scale for all
-    with np.errstate(over="ignore"):
-        rounded = scales.astype(scale_inv.dtype)
-    if scales.shape != shape or not np.array_equal(rounded.astype(np.float32), scales):
-        blocks = sorted({str(part.block or "the tensor") for part in parts})
-        raise _error(
-            where,
-            f"scales {scale_inv.dtype}{list(shape)}, as the model's recipe has",
-            f"{list(scales.shape)}, a scale for each of {', '.join(blocks)}",
-            "freeze a model with the recipe of the file, or load one that is not "
-            "frozen",
-        )
-    return rounded
+    if all(scale is not None for scale in scales):
+        joined = np.concatenate(scales)
+        if joined.ndim == 1 and len(np.unique(joined)) == 1:
+            joined = joined[:1]  # parts that have one scale for all
+        with np.errstate(over="ignore"):
+            rounded = joined.astype(old.dtype)
+        exact = rounded.astype(np.float32)
+        if joined.shape == old.shape and np.array_equal(exact, joined):
+            return rounded
+    raise _error(
+        where,
+        f"scales {old.dtype}{list(old.shape)}, as the model's recipe has",
+        f"scales of shapes {list(map(np.shape, scales))}",
+        "freeze a model with the recipe of the file, or load one that is not frozen",
+    )
 
 
 def _tensor(where: str, name: str, tensors: dict[str, StoredTensor]) -> StoredTensor:
@@ -179,9 +156,8 @@ def _tensor(where: str, name: str, tensors: dict[str, StoredTensor]) -> StoredTe
     if tensor is None:
         present = f"the file has {some(sorted(tensors), 4)}"
         raise _error(where, "this tensor in the file", "none", present)
-    if tensor.dtype not in _FLOATS:
-        needed = f"a dtype of {_FLOATS}"
-        raise _error(where, needed, tensor.dtype, "no other weights are read")
+    if not jnp.issubdtype(tensor.data.dtype, jnp.floating):
+        raise _error(where, "floats", tensor.dtype, "no other weights are read")
     if tensor.dtype.startswith("F8") and tensor.scale_inv is None:
         needed = f"scales {name}_scale or {name}_scale_inv"
         raise _error(
@@ -234,27 +210,22 @@ def _with_leaves(variables, leaves: dict[Path, jax.Array]):
         ValueError: another leaf is a shape.
     """
     is_module = isinstance(variables, nnx.Module)
-    flat = _state_tree.flatten(
-        nnx.state(variables) if is_module else dict(core.unfreeze(variables))
-    )
-    new, left = {}, []
+    flat = _state_tree.flatten(nnx.state(variables) if is_module else variables)
+    first, new = {}, {}
     for quantizer in flat.quantizers:
-        for i, value in zip(quantizer.positions(), (0, 1), strict=True):
-            leaf = flat.leaves[i]
-            if isinstance(leaf, jax.ShapeDtypeStruct):
-                new[i] = _placed(np.full(leaf.shape, value, leaf.dtype), leaf)
-    for i, path in enumerate(flat.paths):
+        first |= zip(quantizer.positions, (0, 1), strict=True)
+    for i, (path, leaf) in enumerate(zip(flat.paths, flat.leaves, strict=True)):
         key = path[1:] if path[0] == "params" and not is_module else path
         if key in leaves:
             new[i] = leaves[key]
-        elif i not in new and isinstance(flat.leaves[i], jax.ShapeDtypeStruct):
-            left.append(flat.name(i))
-    if left:
-        raise ValueError(
-            f"from_safetensors: variables: {some(left, 4)}: expected arrays where no "
-            "tensor of the file is read, got jax.ShapeDtypeStruct; put arrays there "
-            "first, for example those of init"
-        )
+        elif isinstance(leaf, jax.ShapeDtypeStruct):
+            if i not in first:
+                raise ValueError(
+                    f"from_safetensors: variables: {flat.name(i)}: expected arrays "
+                    "where no tensor of the file is read, got jax.ShapeDtypeStruct; "
+                    "put arrays there first, for example those of init"
+                )
+            new[i] = _placed(np.full(leaf.shape, first[i], leaf.dtype), leaf)
     if not is_module:
         return flat.replace(new)
     nnx.update(variables, flat.replace(new))

@@ -5,7 +5,6 @@ Loaders of FP8 weights expect scales under names and in shapes of their own, and
 config that tells them so.
 """
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -13,13 +12,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import core, nnx, traverse_util
-from flax.core import meta
+from flax import nnx, traverse_util
 
 from ..dot import _frozen
 from ..numerics import E4M3
 from ..ops import _blocks
-from ..recipes import OVERWRITE_WITH_GRADIENT
+from ..recipes import OVERWRITE_WITH_GRADIENT, _state_tree
 from ._read_safetensors import StoredTensor
 from ._tree import Path, at
 
@@ -31,8 +29,7 @@ _ARRAYS = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """The place of the scales of a weight `[out, in]` in a file.
 
     Attributes:
@@ -56,7 +53,9 @@ _F32, _E8M0 = np.dtype(np.float32), jnp.dtype(jnp.float8_e8m0fnu)
 LAYOUTS = {
     "tensor": Layout("DelayedScaling or Float8CurrentScaling", "_scale", None, _F32),
     "block128": Layout("Float8BlockScaling", "_scale_inv", (128, 128), _F32),
-    "mxfp8": Layout("MXFP8BlockScaling", "_scale", (1, 32), _E8M0),
+    "mxfp8": Layout(
+        "MXFP8BlockScaling and inputs a multiple of 32", "_scale", (1, 32), _E8M0
+    ),
 }
 
 
@@ -106,46 +105,6 @@ def quantization_config(
     }
 
 
-def parameters(where: str, frozen: Any) -> dict[Path, Any]:
-    """Return the parameters and the placeholders of kernels, by path, of a Linen
-    model's variables or an NNX model.
-
-    `where` names the function and its argument, for messages. A path in another
-    collection of Linen than `params` begins with the collection's name. State of
-    quantizers is left out.
-
-    Raises:
-        TypeError: `frozen` is neither a dict of variables nor an NNX module.
-        ValueError: the variables have no collection `params`.
-    """
-    if isinstance(frozen, nnx.Module):
-        state = nnx.to_flat_state(nnx.state(frozen, (nnx.Param, nnx.BatchStat)))
-        leaves = {path: variable.get_value() for path, variable in state}
-        for path, module in nnx.iter_modules(frozen):
-            kernel = getattr(module, _frozen.KERNEL, None)
-            if isinstance(kernel, _frozen.Placeholder):
-                leaves[*path, _frozen.KERNEL] = kernel
-        return {tuple(map(str, path)): leaf for path, leaf in leaves.items()}
-    if not isinstance(frozen, Mapping):
-        raise TypeError(
-            f"{where}: expected variables, or an NNX model, got {type(frozen).__name__}"
-        )
-    collections = dict(core.unfreeze(frozen))
-    collections.pop(OVERWRITE_WITH_GRADIENT, None)
-    if "params" not in collections:
-        raise ValueError(
-            f"{where}: expected variables, got a dict without 'params': "
-            f"{sorted(frozen)}"
-        )
-    leaves = traverse_util.flatten_dict(collections.pop("params"))
-    leaves |= traverse_util.flatten_dict(collections)
-    for path, leaf in leaves.items():
-        is_removed = isinstance(leaf, _frozen.Placeholder)
-        if isinstance(leaf, meta.AxisMetadata) and not is_removed:
-            leaves[path] = leaf.unbox()
-    return leaves
-
-
 class Product(NamedTuple):
     """A frozen product of a model; the products of stacked layers are one.
 
@@ -164,13 +123,52 @@ class Product(NamedTuple):
     arrays: dict[str, Any]
 
 
-def take_products(leaves: dict[Path, Any]) -> Iterator[Product]:
-    """Remove the frozen products from parameters by path, and yield them."""
+def parameters(where: str, frozen: Any) -> tuple[dict[Path, Any], list[Product]]:
+    """Return the parameters by path, and the frozen products, of a Linen model's
+    variables or an NNX model.
+
+    `where` names the function and its argument, for messages. A path in another
+    collection of Linen than `params` begins with the collection's name. State of
+    quantizers is left out.
+
+    Raises:
+        TypeError: `frozen` is neither a dict of variables nor an NNX module.
+        ValueError: the variables have no collection `params`.
+    """
+    if isinstance(frozen, nnx.Module):
+        tree = nnx.state(frozen, (nnx.Param, nnx.BatchStat))
+        kernels = {}
+        for path, module in nnx.iter_modules(frozen):
+            kernel = (*map(str, path), _frozen.KERNEL)
+            kernels[kernel] = getattr(module, _frozen.KERNEL, None)
+    elif not isinstance(frozen, Mapping):
+        raise TypeError(
+            f"{where}: expected variables, or an NNX model, got {type(frozen).__name__}"
+        )
+    elif "params" not in frozen:
+        raise ValueError(
+            f"{where}: expected variables, got a dict without 'params': "
+            f"{sorted(frozen)}"
+        )
+    else:
+        collections = dict(frozen)
+        params = collections.pop("params")
+        collections.pop(OVERWRITE_WITH_GRADIENT, None)
+        tree = {**params, **collections}
+        kernels = traverse_util.flatten_dict(params)
+    leaves = _state_tree.flatten(tree).by_path()
+    return leaves, list(_take_products(leaves, kernels))
+
+
+def _take_products(leaves: dict[Path, Any], kernels: dict) -> Iterator[Product]:
+    """Remove the frozen products from parameters by path, and yield them; `kernels`
+    has the placeholders.
+    """
     for *path, last in list(leaves):
         if last == _frozen.KERNEL_SCALE_INV:
             arrays = {name: leaves.pop((*path, name), None) for name in _ARRAYS}
             kernel = (*path[:-1], _frozen.KERNEL)
-            placeholder = leaves.get(kernel)
+            placeholder = kernels.get(kernel)
             if not isinstance(placeholder, _frozen.Placeholder):
                 kernel, placeholder = (*path, _frozen.KERNEL), None
             yield Product(tuple(path), kernel, placeholder, arrays)
@@ -180,7 +178,7 @@ def matrix(product: Product, layout: str, index: tuple[int, ...]) -> StoredTenso
     """Return one of the stacked kernels of a product, with its scales.
 
     Args:
-        product: a product of `take_products`, whose arrays are on the host.
+        product: a product of `parameters`, whose arrays are on the host.
         layout: the layout in `LAYOUTS` that the scales must have.
         index: the place of the kernel along the leading dimensions.
 
@@ -189,9 +187,7 @@ def matrix(product: Product, layout: str, index: tuple[int, ...]) -> StoredTenso
     """
     codes, scale, input_scale, _ = map(product.arrays.get, _ARRAYS)
     n, k = _matrix_shape(product, len(index))
-    _check_layout(product, len(index), n, k, layout)
-    # a scale for a whole tensor may hold for several stacked kernels
-    lead = index[: scale.ndim - len(LAYOUTS[layout].scale_shape(n, k))]
+    lead = index[: _stacked_scales(product, len(index), n, k, layout)]
     inputs = None if input_scale is None else input_scale[lead]
     codes, scale = codes[index].reshape(n, k), scale[lead]
     is_bad = np.any(codes.view(np.uint8) & 127 == 127)
@@ -231,24 +227,31 @@ def _matrix_shape(product, stacked) -> tuple[int, int]:
     return math.prod(codes[: -counts[0]]), math.prod(codes[-counts[0] :])
 
 
-def _check_layout(product, stacked, n, k, layout) -> None:
-    """Raise a ValueError unless scales, codes and k are as the layout needs them."""
+def _stacked_scales(product, stacked, n, k, layout) -> int:
+    """Return along how many dimensions of stacked kernels the scales are stacked: one
+    for a whole tensor may hold for several kernels.
+
+    Raises:
+        ValueError: scales, codes or k are not as the layout needs them.
+    """
     codes, scale, *_ = map(product.arrays.get, _ARRAYS)
-    shape = LAYOUTS[layout].scale_shape(n, k)
-    lead = codes.shape[: min(stacked, max(scale.ndim - len(shape), 0))]
-    if scale.dtype != LAYOUTS[layout].dtype or scale.shape != lead + shape:
+    needed = LAYOUTS[layout]
+    shape = needed.scale_shape(n, k)
+    lead = min(stacked, max(scale.ndim - len(shape), 0))
+    fits = scale.dtype == needed.dtype and scale.shape == codes.shape[:lead] + shape
+    if layout == "mxfp8":
+        fits &= k % 32 == 0  # loaders take no part of a block
+    if not fits or codes.dtype != E4M3.dtype:
         raise _error(
             product,
-            f"scales of layout {layout!r}, from {LAYOUTS[layout].recipes}",
-            f"scales {scale.dtype}{list(scale.shape)} of codes {list(codes.shape)}",
-            f"write the layout of the layer's recipe, one of {sorted(LAYOUTS)}",
+            f"{E4M3.dtype} codes with scales of layout {layout!r}, from "
+            f"{needed.recipes}",
+            f"{codes.dtype}{list(codes.shape)} with scales "
+            f"{scale.dtype}{list(scale.shape)}",
+            f"write the layout of the layer's recipe, one of {sorted(LAYOUTS)}, and "
+            "train with E4M3 or HYBRID",
         )
-    if codes.dtype != E4M3.dtype:
-        advice = "loaders take no other; train with E4M3 or HYBRID"
-        raise _error(product, "codes in float8_e4m3fn", f"{codes.dtype}", advice)
-    if layout == "mxfp8" and k % 32:
-        advice = "loaders take no part of a block"
-        raise _error(product, "inputs that are a multiple of 32", f"{k}", advice)
+    return lead
 
 
 def _error(product, needed: str, got: str, advice: str) -> ValueError:

@@ -40,6 +40,8 @@ _E8M0 = ("F8_E8M0", "U8")
 _OF_SCALES = (*_E8M0, "BF16", "F16", "F32")
 # The names of Flax for parameters that PyTorch calls "weight".
 _WEIGHTS = ("kernel", "embedding", "scale")
+# The place of an index in a name whose groups are expanded.
+_PLACE = "\0"
 Name = str | tuple[str, ...] | None
 
 
@@ -254,7 +256,7 @@ class Names:
         self, where: str, names: Mapping[str, Name] | Callable[[str], Name] | None
     ):
         self.where, self.names = where, names
-        self.unused = {} if names is None or callable(names) else dict.fromkeys(names)
+        self.unused = dict(names) if isinstance(names, Mapping) else {}
 
     def __call__(
         self, path: Path, shape: tuple[int, ...]
@@ -268,8 +270,8 @@ class Names:
             return
         name, expand = self._find(path)
         parts = (name,) if isinstance(name, str) else tuple(name or ())
-        texts = [list(map(expand, part.split("{}"))) for part in parts]
-        counts = {len(each) - 1 for each in texts}
+        templates = [expand(part.replace("{}", _PLACE)) for part in parts]
+        counts = {template.count(_PLACE) for template in templates}
         if len(counts) > 1 or max(counts, default=0) > len(shape):
             raise ValueError(
                 f"{self.where}: names: {at(path)}: expected as many {{}} in each of "
@@ -277,7 +279,7 @@ class Names:
             )
         for stacked in counts:
             for index in np.ndindex(shape[:stacked]):
-                yield index, [_filled(each, index) for each in texts]
+                yield index, [_filled(template, index) for template in templates]
 
     def _find(self, path) -> tuple[Name, Callable[[str], str]]:
         """Return the name of a parameter as it was given, and a function that expands
@@ -305,8 +307,8 @@ class Names:
             )
 
 
-def _filled(texts: list[str], index: tuple[int, ...]) -> str:
+def _filled(template: str, index: tuple[int, ...]) -> str:
     """Return the name of one of stacked parameters."""
-    return texts[0] + "".join(
-        f"{i}{text}" for i, text in zip(index, texts[1:], strict=True)
-    )
+    for i in index:
+        template = template.replace(_PLACE, str(i), 1)
+    return template

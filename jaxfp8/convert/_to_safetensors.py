@@ -16,9 +16,8 @@ from ._frozen_kernels import (
     matrix,
     parameters,
     quantization_config,
-    take_products,
 )
-from ._read_safetensors import DTYPES, Names, StoredTensor
+from ._read_safetensors import Names, StoredTensor
 from ._tree import Path, at
 
 
@@ -73,8 +72,7 @@ def to_safetensors(
             and others not; codes are not float8_e4m3fn, or are NaN; a parameter has no
             name, or two have the same name; an expression matches no parameter; a
             kernel is not a matrix, or cannot be divided. No file is written then.
-        TypeError: `frozen` is neither variables nor an NNX model; or a parameter has a
-            dtype that the format lacks.
+        TypeError: `frozen` is neither variables nor an NNX model.
         ImportError: the package safetensors is not installed.
     """
     _checks.one_of("to_safetensors", "layout", layout, sorted(LAYOUTS))
@@ -85,8 +83,7 @@ def to_safetensors(
             "to_safetensors: needs the package safetensors; install it: pip install "
             "'jaxfp8[safetensors]'"
         ) from error
-    leaves = parameters("to_safetensors: frozen", frozen)
-    products = list(take_products(leaves))
+    leaves, products = parameters("to_safetensors: frozen", frozen)
     if not products:
         raise ValueError(
             "to_safetensors: frozen: expected the variables, or the NNX model, that "
@@ -104,17 +101,19 @@ def to_safetensors(
                 f"to_safetensors: names: two tensors would be {name!r}; every "
                 "parameter needs its own name"
             )
-        if array.dtype not in DTYPES.values():
-            raise TypeError(
-                f"to_safetensors: {name}: expected a dtype of {sorted(DTYPES)}, got "
-                f"{array.dtype}"
-            )
         # safetensors reads its memory as it lies
         tensors[name] = np.ascontiguousarray(array).reshape(array.shape)
 
     # 1. FP8 kernels and their scales.
     for product in products:
-        for name, weight in _weights(product, layout, find):
+        product = product._replace(arrays=jax.device_get(product.arrays))
+        places = find(product.kernel, product.arrays[_frozen.KERNEL].shape)
+        for name, weight in _parts(product.kernel, places, matrix, product, layout):
+            if name.rpartition(".")[2] != "weight":
+                raise ValueError(
+                    f"to_safetensors: names: {at(product.kernel)}: expected a name "
+                    f"<module>.weight, got {name!r}"
+                )
             fixed.setdefault(weight.input_scale_inv is not None, at(product.kernel))
             add(name, weight.data)
             add(name + LAYOUTS[layout].suffix, weight.scale_inv)
@@ -128,56 +127,44 @@ def to_safetensors(
             "config is that of all layers"
         )
     # 2. Everything else, in the dtype that it has.
-    for path_, name, array in _high_precision(leaves, find):
-        add(name, array)
-        if path_[-1] == "kernel":
-            ignored.append(name.removesuffix(".weight"))
+    for path_, leaf in leaves.items():
+        array = np.asarray(jax.device_get(leaf))
+        places = find(path_, array.shape)
+        for name, weight in _parts(path_, places, _high_precision, path_, array):
+            add(name, weight.data)
+            if path_[-1] == "kernel":
+                ignored.append(name.removesuffix(".weight"))
     find.check_used()
     with _files.replaced(path, "wb") as file:
         file.write(safetensors.numpy.save(tensors, {"format": "pt"}))
     return quantization_config(layout, ignored, True in fixed)
 
 
-def _weights(product, layout, find) -> Iterator[tuple[str, StoredTensor]]:
-    """Yield the matrices of an FP8 kernel by their names."""
-    product = product._replace(arrays=jax.device_get(product.arrays))
-    for index, parts in find(product.kernel, product.arrays[_frozen.KERNEL].shape):
-        weight = matrix(product, layout, index)
-        for name, part in _divided(product.kernel, parts, weight):
-            if name.rpartition(".")[2] != "weight":
-                raise ValueError(
-                    f"to_safetensors: names: {at(product.kernel)}: expected a name "
-                    f"<module>.weight, got {name!r}"
-                )
-            yield name, part
+def _parts(path: Path, places, weight_of, *args) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield the name and the weight of each part of a parameter, of which
+    `weight_of(*args, index)` gives one of those that are stacked.
+    """
+    for index, names in places:
+        yield from _divided(path, names, weight_of(*args, index))
 
 
-def _high_precision(leaves, find) -> Iterator[tuple[Path, str, np.ndarray]]:
-    """Yield the arrays in high precision: path, name and array."""
-    for path, leaf in leaves.items():
-        if isinstance(leaf, _frozen.Placeholder):
-            continue
-        array = np.asarray(jax.device_get(leaf))
-        for index, parts in find(path, array.shape):
-            weight = StoredTensor(_as_stored(path, array[index]), "")
-            for name, part in _divided(path, parts, weight):
-                yield path, name, part.data
-
-
-def _as_stored(path: Path, array: np.ndarray) -> np.ndarray:
-    """Return a parameter in high precision with the dimensions that PyTorch has."""
+def _high_precision(path: Path, array, index) -> StoredTensor:
+    """Return one of stacked parameters in high precision, with the dimensions that
+    PyTorch has.
+    """
+    array = array[index]
     if path[-1] == "bias":
-        return array.reshape(-1)
-    if path[-1] != "kernel":
-        return array
-    if array.ndim != 2:
-        raise ValueError(
-            f"to_safetensors: {at(path)}: expected 2 dimensions of a kernel, got "
-            f"{list(array.shape)}; write {{}} in its name for each dimension that "
-            "counts stacked kernels, or reshape it in the tree, under another name "
-            "where it is not [in, out]"
-        )
-    return array.T
+        array = array.reshape(-1)
+    if path[-1] == "kernel":
+        if array.ndim != 2:
+            raise ValueError(
+                f"to_safetensors: {at(path)}: expected 2 dimensions of a kernel, got "
+                f"{list(array.shape)}; write {{}} in its name for each dimension that "
+                "counts stacked kernels, or reshape it in the tree, under another name "
+                "where it is not [in, out]"
+            )
+        array = array.T
+    return StoredTensor(array, "")
 
 
 def _divided(

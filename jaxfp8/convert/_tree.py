@@ -5,6 +5,7 @@ of `flax.serialization`.
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import serialization
 
@@ -34,9 +35,6 @@ def as_dtype(place: str, leaf: Any, dtype: Any) -> Any:
     return leaf.astype(dtype)
 
 
-_COUNTERS = "counters"  # of releases until 0.2
-
-
 def _fields(state) -> dict:
     return {
         field.name: getattr(state, field.name)
@@ -50,14 +48,7 @@ def _to_state_dict(state) -> dict:
 
 
 def _from_state_dict(target, saved: dict):
-    saved = {name: leaf for name, leaf in saved.items() if name != _COUNTERS}
-    fields = _fields(target)
-    if saved.keys() != fields.keys():
-        raise ValueError(
-            f"flax.serialization: {type(target).__name__}: expected the fields "
-            f"{list(fields)}, got {sorted(saved)}; this checkpoint holds something else"
-        )
-    values = serialization.from_state_dict(fields, saved)
+    values = serialization.from_state_dict(_fields(target), saved)
     return dataclasses.replace(target, **values)
 
 
@@ -73,9 +64,8 @@ def _stacked_to_state_dict(state: StackedState) -> Any:
 
 def _stacked_from_state_dict(target: StackedState, saved: dict) -> StackedState:
     # a target of jax.eval_shape has no arrays
-    positions = range(len(target.places))
-    empty = target.treedef.unflatten(positions)
-    return StackedState.stack(serialization.from_state_dict(empty, saved))
+    collection = jax.eval_shape(StackedState.unstacked, target)
+    return StackedState.stack(serialization.from_state_dict(collection, saved))
 
 
 serialization.register_serialization_state(

@@ -211,9 +211,8 @@ def refuse_untouched(state) -> None:
     """Raise where a quantizer of inputs or kernels in a tree of state has no amax and
     no scale: its fixed scale would be that of no tensor. Not while it is traced.
     """
-    flat = _state_tree.flatten(state)
-    for quantizer in flat.quantizers:
-        history, scale_inv = (flat.leaves[i] for i in quantizer.positions())
+    for quantizer in _state_tree.flatten(state).quantizers:
+        history, scale_inv = quantizer.leaves
         is_fixed = quantizer.name.rpartition("/")[2] in _FIXED
         if not is_fixed or isinstance(history, jax.core.Tracer):
             continue

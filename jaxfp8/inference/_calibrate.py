@@ -1,6 +1,7 @@
 """Calibrate and freeze models for inference: Linen and NNX models, and functions."""
 
 import itertools
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -82,27 +83,36 @@ def calibrate(
         )
     batches = _checked_batches(variables_and_batches[-1])
     # 2. Reduce every kind of model to a function of variables and a batch.
-    if is_nnx:
-        return _calibrate_nnx(model, batches, loss_fn, kwargs)
     variables = variables_and_batches[0]
     apply = model.apply if isinstance(model, nn.Module) else model
+    if is_nnx:
+        graph, variables = nnx.split(model)
+        apply = operator.call
 
-    def run(variables, *batch, **changes):
-        return apply(variables, *batch, **kwargs | changes)
+    def function(variables, *batch):
+        if is_nnx:
+            variables = nnx.merge(graph, variables, copy=True)
+        if loss_fn is not None:
+            return loss_fn(variables, *batch)
+        return _total(apply(variables, *batch, **kwargs))
 
     # 3. Let a Linen model make the state that it lacks, from the shapes of the first
     #    batch.
     if isinstance(model, nn.Module) and OVERWRITE_WITH_GRADIENT not in variables:
+        first = next(batches)
 
         @jax.jit
-        def first_state(variables, batch):
-            return run(variables, *batch, mutable=[OVERWRITE_WITH_GRADIENT])[1]
+        def first_state(variables, *batch):
+            options = kwargs | {"mutable": [OVERWRITE_WITH_GRADIENT]}
+            return apply(variables, *batch, **options)[1]
 
-        first = next(batches)
-        variables = {**variables, **first_state(variables, first)}
+        variables = {**variables, **first_state(variables, *first)}
         batches = itertools.chain([first], batches)
-    function = loss_fn or (lambda *args: _total(run(*args)))
-    return _filled(function, variables, batches, loss_fn is not None)
+    filled = _filled(function, variables, batches, loss_fn is not None)
+    if not is_nnx:
+        return filled
+    nnx.update(model, filled)
+    return model
 
 
 def _checked_batches(batches) -> Iterator[tuple]:
@@ -122,19 +132,6 @@ def _checked_batches(batches) -> Iterator[tuple]:
         "calibrate: batches: expected at least one batch, got none; an iterator can "
         "be read only once"
     )
-
-
-def _calibrate_nnx(model, batches, loss_fn, kwargs):
-    graph, state = nnx.split(model)
-
-    def function(state, *batch):
-        model = nnx.merge(graph, state, copy=True)
-        if loss_fn is None:
-            return _total(model(*batch, **kwargs))
-        return loss_fn(model, *batch)
-
-    nnx.update(model, _filled(function, state, batches, loss_fn is not None))
-    return model
 
 
 def _filled(function, variables, batches, is_loss: bool):
@@ -165,9 +162,9 @@ def _filled(function, variables, batches, is_loss: bool):
 
     for batch in batches:
         old = _state_tree.flatten(variables)
-        # Zeros mean that a quantizer was not used: it keeps its state.
-        zeros = {i: jnp.zeros_like(old.leaves[i]) for i in old.positions()}
-        new = old.replace(zeros | next_state(variables, batch))
+        # A quantizer that is absent keeps its state.
+        absent = dict.fromkeys(old.positions())
+        new = old.replace(absent | next_state(variables, batch))
         variables = update_state(variables, new)
     return variables
 

@@ -206,9 +206,9 @@ def quantizers(where: str, tree) -> list[tuple[str, Any, Any]]:
     for quantizer in flat.quantizers:
         # Moments that an optimizer keeps for state have the names of state too, but are
         # not quantizers.
-        if "opt_state" in flat.paths[quantizer.amax_history]:
+        if "opt_state" in flat.paths[quantizer.positions[0]]:
             continue
-        leaves = [flat.leaves[i] for i in quantizer.positions()]
+        leaves = quantizer.leaves
         axis = _state_tree.slot_axis(f"{where}: {quantizer.name}", *leaves)
         # Transforms stack along any axis; here the slots go last.
         if axis not in (-1, leaves[0].ndim - 1):

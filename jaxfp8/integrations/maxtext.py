@@ -15,7 +15,7 @@ MaxText that lacks one of them, and changes nothing then.
 import contextlib
 import dataclasses
 import functools
-import importlib
+import pkgutil
 import re
 import sys
 from typing import Any, Literal
@@ -169,9 +169,9 @@ def _owner(module: str, hook: str) -> tuple[Any, str]:
     Raises:
         ImportError: the module does not import, or lacks the hook.
     """
-    *path, name = hook.split(".")
+    path, _, name = hook.rpartition(".")
     try:
-        owner = functools.reduce(getattr, path, importlib.import_module(module))
+        owner = pkgutil.resolve_name(f"{module}:{path}")
         getattr(owner, name)
     except (ImportError, AttributeError) as error:
         raise ImportError(

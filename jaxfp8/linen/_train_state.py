@@ -56,24 +56,21 @@ class TrainState(train_state.TrainState):
                 (outside of `jit`).
         """
         params, params_gradient, before = self.params, grads, self.opt_state
+        old, new = {}, {}
         has_variables = _is_variables(params)
         if has_variables:
             params = params["params"]
             before = _steps.begin(before, self.params)
             if "params" in grads:
                 params_gradient = grads["params"]
-        opt_state = _steps.inner(before)
-        step = _steps.take(self.tx, params_gradient, opt_state, params)
-        updates, params, opt_state = step
-        if has_variables:
-            changed = {"params": params}
             owg = OVERWRITE_WITH_GRADIENT
             if owg in self.params and owg in grads:
                 old, new = {owg: self.params[owg]}, {owg: grads[owg]}
-                state, opt_state = _steps.finish(old, new, before, opt_state, updates)
-                changed |= state
-            else:
-                opt_state = _steps.keep(before, opt_state)
+        _, params, state, opt_state = _steps.step(
+            self.tx, params_gradient, before, params, old, new
+        )
+        if has_variables:
+            changed = {"params": params, **state}
             fields = {field.name for field in dataclasses.fields(self)}
             for name in kwargs.keys() & self.params.keys() - fields:
                 changed[name] = kwargs.pop(name)

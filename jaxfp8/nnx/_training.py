@@ -303,7 +303,7 @@ class Optimizer(nnx.Optimizer):
             nnx.state(tree, OverwriteWithGradient, graph=self.graph)
             for tree in (model, grads)
         )
-        expect_state(_state_tree.flatten(old), _state_tree.flatten(new).by_path())
+        expect_state(old, new)
         # 1. Let `tx` see parameters alone.
         variables = (
             nnx.state(tree, self.wrt, graph=self.graph) for tree in (model, grads)
@@ -312,17 +312,15 @@ class Optimizer(nnx.Optimizer):
         params, gradients, opt_state, extra = map(
             nnx.as_pure, (*variables, self.opt_state, kwargs)
         )
-        step = _steps.take(self.tx, gradients, opt_state, params, **extra)
-        updates, params, after = step
         # 2. Take the next state where `tx` has made a step.
-        if jax.tree.leaves(old):
-            state, kept = _steps.finish(
-                old, new, self._with_mini_steps(opt_state, old), after, updates
-            )
-            nnx.update(model, state)
-            self._keep_mini_steps(kept, old)
+        before = self._with_mini_steps(opt_state, old)
+        updates, params, state, kept = _steps.step(
+            self.tx, gradients, before, params, old, new, **extra
+        )
+        nnx.update(model, state)
+        self._keep_mini_steps(kept, old)
         nnx.update(model, params)
-        nnx.update(self.opt_state, nnx.state(after, graph=self.graph))
+        nnx.update(self.opt_state, nnx.state(_steps.inner(kept), graph=self.graph))
         self.step[...] += 1
         return updates
 

@@ -37,12 +37,11 @@ def describe(flat: _state_tree.StateTree) -> str:
     Quantizers that are traced, or that this process cannot see, are left out: one
     process must not act alone.
     """
-    named = {q.name: [flat.leaves[i] for i in q.positions()] for q in flat.quantizers}
-    least = smallest(named)
+    least = smallest({q.name: q.leaves for q in flat.quantizers})
     return message(least) if least else ""
 
 
-def smallest(named: dict[str, list]) -> dict[str, float]:
+def smallest(named: dict[str, Any]) -> dict[str, float]:
     """Return the smallest number of each quantizer that is below zero, of leaves by
     name, without quantizers that are traced or that this process cannot see.
     """

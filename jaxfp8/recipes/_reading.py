@@ -95,8 +95,8 @@ def stacked_products(flat: StateTree) -> list[list]:
 def _is_stacked(flat, quantizers) -> bool:
     leading = set()
     for quantizer in quantizers:
-        history, scale = (flat.leaves[i] for i in quantizer.positions())
-        for leaf in (history, scale):
+        history, scale = quantizer.leaves
+        for leaf in quantizer.leaves:
             is_traced = isinstance(leaf, jax.core.Tracer)
             is_float = is_traced and jnp.issubdtype(leaf.dtype, jnp.floating)
             if not is_float or leaf.ndim < 2:

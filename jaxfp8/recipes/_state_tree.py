@@ -22,20 +22,17 @@ _HISTORY, _SCALE = "amax_history", "scale"
 
 
 class Quantizer(NamedTuple):
-    """The positions of the leaves of one quantizer.
+    """The leaves of one quantizer.
 
     Attributes:
         name: the path of the quantizer, for messages: `Dense_0/Fp8DotGeneral_0/input`.
-        amax_history, scale: positions in `StateTree.leaves`.
+        positions: those of the history and the scale in `StateTree.leaves`.
+        leaves: the history and the scale.
     """
 
     name: str
-    amax_history: int
-    scale: int
-
-    def positions(self) -> tuple[int, int]:
-        """Return the leaves of the quantizer, in the order of `QuantizerState`."""
-        return self.amax_history, self.scale
+    positions: tuple[int, int]
+    leaves: tuple[Any, Any]
 
 
 class StateTree(NamedTuple):
@@ -60,7 +57,7 @@ class StateTree(NamedTuple):
         """Return the positions of all state leaves, ascending."""
         positions = list(self.unpaired)
         for quantizer in self.quantizers:
-            positions += quantizer.positions()
+            positions += quantizer.positions
         return sorted(positions)
 
     def replace(self, values: dict[int, Any]):
@@ -98,9 +95,9 @@ def flatten(tree) -> StateTree:
             leaves.append(leaf)
             paths.append(names)
     _refuse_weight_norm(paths)
-    quantizers = _pairs(paths)
+    quantizers = _pairs(paths, leaves)
     for quantizer in quantizers:
-        state.difference_update(quantizer.positions())
+        state.difference_update(quantizer.positions)
     treedef = jax.tree.structure(tree)
     return StateTree(treedef, leaves, paths, quantizers, sorted(state))
 
@@ -162,7 +159,7 @@ def _names(path) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _pairs(paths) -> list[Quantizer]:
+def _pairs(paths, leaves) -> list[Quantizer]:
     where = {path: i for i, path in enumerate(paths)}
     pairs = []
     for i, path in enumerate(paths):
@@ -172,5 +169,5 @@ def _pairs(paths) -> list[Quantizer]:
         scale = where.get((*parent, prefix + _SCALE))
         if is_history and scale is not None:
             name = "/".join(filter(None, (*parent, prefix.rstrip("_"))))
-            pairs.append(Quantizer(name, i, scale))
+            pairs.append(Quantizer(name, (i, scale), (leaves[i], leaves[scale])))
     return pairs

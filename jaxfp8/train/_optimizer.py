@@ -31,15 +31,13 @@ class AppliedTransformation(optax.GradientTransformationExtraArgs):
 
     apply: Callable[[Any, Any, Any], tuple[Any, Any]]
 
-    def __new__(cls, init: Callable, update: Callable, apply: Callable) -> Self:
-        """Make the transformation; optax unpacks it as a pair."""
+    def __new__(
+        cls, init: Callable, update: Callable, apply: Callable | None = None
+    ) -> Self:
+        """Make the transformation; optax unpacks it as a pair, and so do copies."""
         transformation = super().__new__(cls, init, update)
         transformation.apply = apply
         return transformation
-
-    def __getnewargs__(self) -> tuple[Callable, Callable, Callable]:
-        """Return what a copy is made of."""
-        return (*self, self.apply)
 
 
 def optimizer(
@@ -113,8 +111,7 @@ def _wrapped(tx):
                     "params)"
                 )
             trained = _trained(params)
-            before = _state_tree.flatten(trained)
-            expect_state(before, _state_tree.flatten(grads).by_path())
+            before, _ = expect_state(trained, grads)
             if name == "update":
                 _warn_of_cast_state(before)
             # 1. Let `tx` see parameters alone, in its arguments as well.

@@ -69,7 +69,7 @@ def quantize_params(
         the last two count matrices, as the experts of `ragged_dot`.
 
     Raises:
-        TypeError: `recipe` is not a Recipe.
+        TypeError: `recipe` is not a Recipe, or keeps no state, and `state` has some.
         ValueError: no kernel of `params` matches `where`, or none has state; a state
             does not fit the recipe; `state` and `where` are both None; the recipe keeps
             kernels in high precision.
@@ -85,7 +85,7 @@ def quantize_params(
         )
     # 1. Find the kernels, and the state of each.
     if state is not None:
-        states = _states_of_kernels(tree, state, quantizer, recipe)
+        states = _states_of_kernels(tree, state, quantizer)
     elif where is not None:
         states = dict.fromkeys(range(len(tree.leaves)))
     else:
@@ -124,23 +124,17 @@ def _quantized(quantizer, kernel, state, reduce):
     return dataclasses.replace(q, source=kernel)
 
 
-def _states_of_kernels(
-    tree, state, quantizer, recipe
-) -> dict[int, QuantizerState | None]:
+def _states_of_kernels(tree, state, quantizer) -> dict[int, QuantizerState]:
     """Return the state of each kernel in the tree that has one, by position."""
-    if not isinstance(quantizer.init(), QuantizerState):
-        raise ValueError(
-            "quantize_params: recipe: expected DelayedScaling beside a state, got "
-            f"{recipe!r}, which keeps none; pass state=None and where=, a regex of "
-            "the paths of kernels"
-        )
     states = _state_tree.flatten(state)
-    positions = {path: i for i, path in enumerate(tree.paths)}
+    positions = {tree.name(i): i for i in range(len(tree.leaves))}
     kernels = {}
     for pair in states.quantizers:
-        for path in _kernel_paths(states.paths[pair.amax_history]):
-            if path in positions:
-                old = QuantizerState(*(states.leaves[i] for i in pair.positions()))
+        product, _, operand = pair.name.rpartition("/")
+        beside = (*product.split("/")[:-1], "kernel")
+        for path in (product, pair.name, "/".join(beside)):
+            if operand == "kernel" and path in positions:
+                old = QuantizerState(*pair.leaves)
                 quantizer.check_state(f"quantize_params: state: {pair.name}", old)
                 kernels[positions[path]] = old
                 break
@@ -151,15 +145,3 @@ def _states_of_kernels(
             "a tree of DotGeneralState with the structure of params"
         )
     return kernels
-
-
-def _kernel_paths(history_path) -> list[tuple]:
-    """Return the paths where the kernel of a history may be, best first; for other
-    operands' histories, no path.
-    """
-    *parent, leaf = history_path
-    if leaf == "amax_history" and parent:  # a field of a QuantizerState
-        leaf = f"{parent.pop()}_{leaf}"
-    if leaf != "kernel_amax_history":
-        return []
-    return [tuple(parent), (*parent, "kernel"), (*parent[:-1], "kernel")]

@@ -4,7 +4,7 @@ addition and 0 as neutral element.
 
 import contextlib
 import functools
-import pathlib
+import re
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -69,11 +69,11 @@ def max_grad(tree: Tree) -> Tree:
     in_stacks = leaves_in_stacks(tree)
     in_loops = {}
     for quantizers in _reading.stacked_products(flat):
-        positions = [q.positions() for q in quantizers]
+        positions = [q.positions for q in quantizers]
         pairs = jax.tree.map(state.get, positions)
         for i in jax.tree.leaves(positions):
             state[i] = jax.lax.stop_gradient(flat.leaves[i])
-        place = quantizers[-1].scale
+        place = positions[-1][-1]
         if in_stacks[place] and pairs[0][0].ndim == 2:
             state[place] = _reading.read_rows(pairs)
         else:
@@ -205,13 +205,10 @@ def _is_of_equinox(error) -> bool:
     """
     # A `jit` takes the frames of libraries off the traceback; JAX gives the line of the
     # operation as the cause.
+    last = []
     for each in (error, error.__cause__):
-        frames = traceback.extract_tb(each.__traceback__) if each else []
-        for frame in frames[-1:]:
-            folders = pathlib.Path(frame.filename).parts
-            if "equinox" in folders or "diffrax" in folders:
-                return True
-    return False
+        last += traceback.format_tb(getattr(each, "__traceback__", None))[-1:]
+    return bool(re.search(r"[\\/](equinox|diffrax)[\\/]", "".join(last)))
 
 
 def grad(

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from .._jax._trees import Tree
 from ..recipes import OVERWRITE_WITH_GRADIENT
@@ -25,55 +26,38 @@ class StackedState:
     Attributes:
         arrays: for each kind of product, under the path of its first product, the
             leaves by name, `[products, ...]`.
-        treedef: the structure of the collection.
-        places: for each leaf of the collection its kind, its name, and its row.
+        products: for each kind the paths of its products, in the order of their rows.
     """
 
     arrays: dict[str, dict[str, Any]]
-    treedef: Any = dataclasses.field(metadata={"static": True})
-    places: tuple = dataclasses.field(metadata={"static": True})
+    products: tuple = dataclasses.field(metadata={"static": True})
 
     @classmethod
     def stack(cls, collection: Any) -> Self:
         """Stack a collection."""
-        leaves, treedef = jax.tree_util.tree_flatten_with_path(collection)
         # 1. Find the products, and those that are alike.
-        products, places = {}, []
-        for path, leaf in leaves:
-            product, name = _product_and_name(path)
-            products.setdefault(product, {})[name] = leaf
-            places.append((product, name))
-        alike = {}
-        for product, named in products.items():
-            kind = tuple((name, jax.typeof(leaf)) for name, leaf in named.items())
-            alike.setdefault(kind, {})[product] = named
+        products, alike, arrays = {}, {}, {}
+        for (*product, name), leaf in sorted(flatten_dict(collection).items()):
+            products.setdefault(tuple(product), {})[name] = leaf
+        for product, leaves in products.items():
+            kind = tuple((name, jax.typeof(leaf)) for name, leaf in leaves.items())
+            alike.setdefault(kind, {})[product] = leaves
         # 2. Stack each kind.
-        arrays, rows = {}, {}
         for group in alike.values():
-            first = next(iter(group))
+            first = "/".join(next(iter(group)))
             arrays[first] = jax.tree.map(lambda *rows: jnp.stack(rows), *group.values())
-            rows |= {product: (first, row) for row, product in enumerate(group)}
-        # 3. Note where each leaf went.
-        for i, (product, name) in enumerate(places):
-            kind, row = rows[product]
-            places[i] = kind, name, row
-        return cls(arrays, treedef, tuple(places))
+        return cls(arrays, tuple(map(tuple, alike.values())))
 
     def unstacked(self) -> Any:
         """Return the collection. A list of rows stands for their array."""
-        rows = jax.tree.map(
-            lambda leaf: leaf if isinstance(leaf, list) else jnp.unstack(leaf),
-            self.arrays,
-            is_leaf=lambda node: isinstance(node, list),
-        )
-        return self.treedef.unflatten(
-            [rows[kind][name][row] for kind, name, row in self.places]
-        )
-
-
-def _product_and_name(path) -> tuple[str, str]:
-    *product, name = (jax.tree_util.keystr((key,), simple=True) for key in path)
-    return "/".join(product), name
+        collection = {}
+        for products in self.products:
+            for name, rows in self.arrays["/".join(products[0])].items():
+                if not isinstance(rows, list):
+                    rows = jnp.unstack(rows)
+                for product, row in zip(products, rows, strict=True):
+                    collection[*product, name] = row
+        return unflatten_dict(collection)
 
 
 def stack_state(tree: Tree) -> Tree:
@@ -107,20 +91,13 @@ def stack_state(tree: Tree) -> Tree:
         collection, stays as it is.
     """
 
-    def stacked(path, child):
-        is_collection = _product_and_name(path)[1] == OVERWRITE_WITH_GRADIENT
-        if not is_collection or _is_stacked(child):
-            return child
-        return StackedState.stack(child)
-
-    def stacked_variables(node):
-        if not _is_variables(node):
+    def stacked(node):
+        if not _is_variables(node) or _is_stacked(node[OVERWRITE_WITH_GRADIENT]):
             return node
-        return jax.tree_util.tree_map_with_path(
-            stacked, node, is_leaf=lambda child: child is not node
-        )
+        collection = StackedState.stack(node[OVERWRITE_WITH_GRADIENT])
+        return type(node)({**node, OVERWRITE_WITH_GRADIENT: collection})
 
-    return jax.tree.map(stacked_variables, tree, is_leaf=_is_variables)
+    return jax.tree.map(stacked, tree, is_leaf=_is_variables)
 
 
 def unstack_state(tree: Tree) -> Tree:
@@ -136,11 +113,8 @@ def unstack_state(tree: Tree) -> Tree:
 
 def leaves_in_stacks(tree: Any) -> list[bool]:
     """Tell of each leaf of a tree whether it is in a StackedState."""
-
-    def marked(node):
-        return jax.tree.map(lambda _: _is_stacked(node), node)
-
-    return jax.tree.leaves(jax.tree.map(marked, tree, is_leaf=_is_stacked))
+    in_stack = jax.tree.map(_is_stacked, tree, is_leaf=_is_stacked)
+    return jax.tree.leaves(jax.tree.broadcast(in_stack, tree))
 
 
 def _is_stacked(node) -> bool:

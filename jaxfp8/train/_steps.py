@@ -16,7 +16,7 @@ from .._jax._trees import Tree
 from ..numerics import _scaling
 from ..ops import _checks
 from ..recipes import _state_tree
-from ._update import update_state
+from ._update import expect_state, update_state
 
 
 class Accumulating(NamedTuple):
@@ -41,16 +41,6 @@ class Accumulating(NamedTuple):
         return self.inner.gradient_step
 
 
-def take(tx, gradients, opt_state, params, **extra) -> tuple:
-    """Take one step of `tx`; return `(updates, params, opt_state)`, with None for the
-    updates where `tx` writes the next parameters itself, which takes no `extra`.
-    """
-    if hasattr(tx, "apply") and not extra:
-        return None, *tx.apply(gradients, opt_state, params)
-    updates, opt_state = tx.update(gradients, opt_state, params, **extra)
-    return updates, optax.apply_updates(params, updates), opt_state
-
-
 def begin(opt_state, tree):
     """Return `opt_state`, with room for the state of mini-steps in `tree` where it
     holds a `MultiStepsState`.
@@ -64,7 +54,7 @@ def begin(opt_state, tree):
         if [x.shape for x in opt_state.state] == [x.shape for x in state]:
             return opt_state
         opt_state = opt_state.inner
-    has_steps = state and _all(optax.MultiStepsState, opt_state)
+    has_steps = state and _counters("mini_step", opt_state)
     return Accumulating(opt_state, state) if has_steps else opt_state
 
 
@@ -73,11 +63,32 @@ def inner(opt_state):
     return opt_state.inner if isinstance(opt_state, Accumulating) else opt_state
 
 
-def keep(before, after):
-    """Return the optimizer state to keep after a step that had no gradient of the
-    state.
+def step(tx, gradients, before, params, old, new, **extra) -> tuple:
+    """Take one step of `tx`, and of the FP8 state where `old` holds some.
+
+    Args:
+        tx: the transformation, which sees parameters alone.
+        gradients: the gradients of the parameters.
+        before: the optimizer state before the step, as `begin` or `step` gave it.
+        params: the parameters.
+        old: the tree that holds the state of this step.
+        new: the gradient with respect to `old`.
+        **extra: arguments of `tx.update`.
+
+    Returns:
+        `(updates, params, state, opt_state)`, with None for the updates where `tx`
+        writes the next parameters itself, which takes no `extra`.
     """
-    return before._replace(inner=after) if isinstance(before, Accumulating) else after
+    if hasattr(tx, "apply") and not extra:
+        updates, (params, after) = None, tx.apply(gradients, inner(before), params)
+    else:
+        updates, after = tx.update(gradients, inner(before), params, **extra)
+        params = optax.apply_updates(params, updates)
+    if jax.tree.leaves(old):
+        return updates, params, *finish(old, new, before, after, updates)
+    if isinstance(before, Accumulating):
+        after = before._replace(inner=after)
+    return updates, params, old, after
 
 
 def finish(old, grads, before, after, updates):
@@ -97,23 +108,21 @@ def finish(old, grads, before, after, updates):
     # 1. See whether the wrapped optimizer rejected the step. Without MultiSteps, every
     #    other step stores its state.
     rejected = _rejected(inner(before), after, updates)
-    tree = _state_tree.flatten(old)
+    tree, gradient = expect_state(old, grads)
     if not isinstance(before, Accumulating):
         state = update_state(old, grads)
-        return (state if rejected is None else _where(~rejected, tree, state)), after
+        return (state if rejected is None else _where(~rejected, old, state)), after
 
     # 2. See whether MultiSteps counted this mini-step, and whether it emitted an
     #    update.
-    steps = optax.MultiStepsState, before.inner, after
-    emitted = _any_differs("gradient_step", *steps)
-    counted = emitted | _any_differs("mini_step", *steps)
+    emitted = _any_differs("gradient_step", before.inner, after)
+    counted = emitted | _any_differs("mini_step", before.inner, after)
     is_stored = emitted
     if rejected is not None:
         counted &= ~rejected
         is_stored = emitted & ~rejected
     # 3. Take the max with the state of the mini-steps so far. Store it in a step that
     #    emits an update; else carry it on, without a step that did not count.
-    gradient = _state_tree.flatten(grads).by_path()
     totals = {}
     pending = []
     for i, so_far in zip(tree.positions(), before.state, strict=True):
@@ -121,7 +130,7 @@ def finish(old, grads, before, after, updates):
         totals[i] = maximum(so_far, gradient.get(tree.paths[i], zeros))
         kept = jnp.where(counted, totals[i], so_far)
         pending.append(jnp.where(emitted, zeros, kept))
-    state = _where(is_stored, tree, update_state(old, tree.replace(totals)))
+    state = _where(is_stored, old, update_state(old, tree.replace(totals)))
     return state, Accumulating(after, tuple(pending))
 
 
@@ -132,32 +141,32 @@ def _rejected(before, after, updates):
     After some rejections in a row `apply_if_finite` lets such gradients through: then
     the updates are not finite.
     """
-    if not _all(optax.ApplyIfFiniteState, before):
+    if not _counters("total_notfinite", before):
         return None
     finite = [jnp.all(jnp.isfinite(u)) for u in jax.tree.leaves(updates)]
-    has_met = _any_differs("total_notfinite", optax.ApplyIfFiniteState, before, after)
+    has_met = _any_differs("total_notfinite", before, after)
     return has_met & jnp.all(jnp.array(finite, bool))
 
 
-def _all(kind, tree) -> list:
-    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
-    return [leaf for leaf in leaves if isinstance(leaf, kind)]
+def _counters(name, opt_state) -> list:
+    """Return the counters of this name in the states of optax's wrappers."""
+    counters = optax.tree_utils.tree_get_all_with_path(opt_state, name)
+    return [counter for _, counter in counters]
 
 
-def _any_differs(field, kind, before, after):
-    was = [getattr(state, field) for state in _all(kind, before)]
-    now = [getattr(state, field) for state in _all(kind, after)]
+def _any_differs(name, before, after):
+    was, now = _counters(name, before), _counters(name, after)
     return jnp.any(jnp.array(was) != jnp.array(now))
 
 
-def _where(condition, old, tree):
-    """Select `tree` where the condition holds, else the state of `old`, a flat tree."""
-    leaves = _state_tree.flatten(tree).leaves
-    values = {}
-    for i in old.positions():
-        new = leaves[i]
-        values[i] = jnp.where(condition, new, old.leaves[i].astype(new.dtype))
-    return old.replace(values)
+def _where(condition, old, new):
+    """Select the state of `new` where the condition holds, else that of `old`."""
+    return combine(
+        (old, new),
+        lambda old, new: jnp.where(condition, new, old.astype(new.dtype)),
+        lambda old, new: old,
+        "a tree that differs at {}",
+    )
 
 
 def accumulate_gradients(
@@ -260,7 +269,5 @@ def maximum(acc, grad):
     """
     if _compat.is_max(grad):  # in the backward of a custom_vjp
         return _compat.combined(acc, grad)
-    if not jnp.issubdtype(jnp.result_type(grad), jnp.floating):
-        return jnp.maximum(acc, grad)
     bits = [_scaling.to_bits(_scaling.clean(x)) for x in (acc, grad)]
     return _scaling.from_bits(jnp.maximum(*bits)).astype(acc.dtype)

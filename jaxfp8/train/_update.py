@@ -77,9 +77,7 @@ def update_state(old: Tree, new: Any) -> Tree:
             or is below zero. Always: the shapes of `old` and `new` differ, or `new`
             holds none of the state.
     """
-    before = _state_tree.flatten(old)
-    gradient = _state_tree.flatten(new).by_path()
-    expect_state(before, gradient)
+    before, gradient = expect_state(old, new)
     values, factors = _next_of_quantizers(before, gradient)
     values |= _next_of_users(before, gradient)
     _check_factors(before, factors)
@@ -94,15 +92,14 @@ def _next_of_quantizers(before, gradient) -> tuple[dict, dict]:
     #    call.
     alike = {}
     for q in before.quantizers:
-        positions = q.positions()
-        now = [before.leaves[i] for i in positions]
-        then = [gradient.get(before.paths[i]) for i in positions]
+        then = [gradient.get(before.paths[i]) for i in q.positions]
         if any(leaf is None for leaf in then):
             continue
-        _state_tree.slot_axis(f"update_state: old: {q.name}", *now)
-        _check_shapes(q.name, now, then)
-        kind = tuple(map(jax.typeof, now + then))
-        alike.setdefault(kind, []).append((q.name, positions, now + then))
+        _state_tree.slot_axis(f"update_state: old: {q.name}", *q.leaves)
+        _check_shapes(q.name, q.leaves, then)
+        leaves = (*q.leaves, *then)
+        kind = tuple(map(jax.typeof, leaves))
+        alike.setdefault(kind, []).append((q.name, q.positions, leaves))
     # 2. Compute the next state of each group, and its factors.
     values = {}
     factors = {}
@@ -135,10 +132,14 @@ def _next_of_users(before, gradient) -> dict:
     return values
 
 
-def expect_state(before: _state_tree.StateTree, gradient) -> None:
-    """Raise a ValueError where `gradient`, leaves by path, holds none of the state
-    leaves of `before`.
+def expect_state(old: Tree, new: Tree) -> tuple[_state_tree.StateTree, dict]:
+    """Return `old` as a flat tree, and the leaves of `new` by path.
+
+    Raises:
+        ValueError: `new` holds none of the state of `old`.
     """
+    before = _state_tree.flatten(old)
+    gradient = _state_tree.flatten(new).by_path()
     positions = before.positions()
     if positions and not any(before.paths[i] in gradient for i in positions):
         raise ValueError(
@@ -147,6 +148,7 @@ def expect_state(before: _state_tree.StateTree, gradient) -> None:
             "with respect to the state as well, in NNX with jaxfp8.nnx.grad or "
             "jaxfp8.nnx.value_and_grad"
         )
+    return before, gradient
 
 
 _PER_EXAMPLE = (

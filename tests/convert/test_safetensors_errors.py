@@ -71,7 +71,7 @@ LAYOUTS = {
 def test_scales_of_another_layout(variables, layout, scales, tmp_path):
     names = NAMES if variables in RECIPES else None
     message = (
-        f"kernel: expected scales of layout '{layout}', from .*, got scales {scales}"
+        f"kernel: expected .* scales of layout '{layout}', from .* with scales {scales}"
     )
     with pytest.raises(
         ValueError, match=f"^to_safetensors: .*{message}.*; write the layout"
@@ -102,13 +102,13 @@ ERRORS = {
         lambda: one_layer(E5M2),
         "block128",
         None,
-        "kernel: expected codes in float8_e4m3fn, got float8_e5m2",
+        "kernel: expected float8_e4m3fn codes .*, got float8_e5m2",
     ),
     "a part of an MX block": (
         lambda: one_layer(RECIPES["mxfp8"], k=48),
         "mxfp8",
         None,
-        "a multiple of 32, got 48",
+        r"a multiple of 32, got float8_e4m3fn\[224, 48\]",
     ),
     "not frozen": (
         lambda: calibrated("tensor")[1],

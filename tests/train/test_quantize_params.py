@@ -211,16 +211,12 @@ def test_errors():
             "lm_.*",
             "where: no kernel matches 'lm_.*' as a whole; .* 'down'",
         ),
-        (
-            states,
-            WITHOUT_STATE["current"],
-            None,
-            "recipe: expected DelayedScaling beside a state",
-        ),
         (None, high, ".*", "recipe: expected kernels in FP8"),
     ):
         with pytest.raises(ValueError, match=f"quantize_params: .*{message}"):
             jaxfp8.quantize_params(params, state, recipe, where=where)
+    with pytest.raises(TypeError, match="quantize_params: state: .* None, got Quant"):
+        jaxfp8.quantize_params(params, states, WITHOUT_STATE["current"])
     quantized = jaxfp8.quantize_params(params, states, cases.RECIPE)
     with pytest.raises(TypeError, match="kernel"):
         jaxfp8.einsum(

@@ -120,7 +120,7 @@ def test_checkpoints_hold_the_state_of_each_product():
         for product in "abc"
     }
     state["b"]["input_amax_history"] = rng.random(8, np.float32)
-    variables = {"params": {"kernel": np.ones(3, np.float32)}, replay.OWG: state}
+    variables = {replay.OWG: state, "params": {"kernel": np.ones(3, np.float32)}}
     stacked = stack_state(variables)
     assert len(jax.tree.leaves(stacked)) == 1 + 4
     assert_same_bits(unstack_state(stacked), variables)

@@ -94,8 +94,8 @@ def test_quantizers_are_found(make, names, parameters):
     found = _state_tree.flatten(tree)
     assert [q.name for q in found.quantizers] == names
     for q in found.quantizers:
-        assert found.leaves[q.amax_history].shape == (3,)
-        assert found.leaves[q.scale].shape == (1,)
+        history, scale = (found.leaves[i] for i in q.positions)
+        assert history.shape == (3,) and scale.shape == (1,)
     assert len(found.positions()) == 2 * len(names)
     assert len(found.leaves) == 2 * len(names) + parameters
     assert jax.tree.structure(found.replace({})) == jax.tree.structure(tree)
