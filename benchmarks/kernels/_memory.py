@@ -227,7 +227,7 @@ def encode_moment(m, n, squared):
     """
 
     def arguments(seed):
-        blocks = m, -(-n // _encode_moment.BLOCK)
+        blocks = m, -(-n // _encode_moment.MOMENT_BLOCK)
         keys = jax.random.bits(jax.random.key(seed), blocks, jnp.uint32)
         x = normal(seed + 1, (m, n), F32)
         moment = codes(seed, (m, n)), jnp.ones(blocks), jnp.ones(blocks, jnp.int8)
@@ -251,7 +251,7 @@ def adam_update(m, n, applies):
     """
 
     def arguments(seed):
-        blocks = m, -(-n // _encode_moment.BLOCK)
+        blocks = m, -(-n // _encode_moment.MOMENT_BLOCK)
         mu, nu = (
             codes(seed, (m, n)),
             jnp.abs(codes(seed + 1, (m, n)).astype(F32)).astype(E4M3),

@@ -18,6 +18,7 @@ import contextlib
 import copy
 import functools
 import threading
+import weakref
 from typing import NamedTuple
 
 import jax
@@ -208,13 +209,12 @@ def _set_scope(model, scope) -> None:
     vars(model)["scope"] = scope
 
 
-# Two threads that made the class of one model would get two.
+_classes = weakref.WeakValueDictionary()
 _classes_lock = threading.Lock()
 
 
-@functools.cache
 def _quantized_class(plain_class, rules: tuple[Rule, ...]) -> type[nn.Module]:
-    """Make the subclass for a class and rules, once."""
+    """Make the subclass for a class and rules."""
     namespace = {"_fp8_rules": rules, "_fp8_class": plain_class}
     for name in _OF_PLAIN_CLASS:
         namespace[name] = getattr(plain_class, name)
@@ -254,8 +254,13 @@ def _method(method):
 
 
 def _with_rules(plain: nn.Module, rules: tuple[Rule, ...]) -> nn.Module:
+    """Make a copy of a model with rules. Equal ones have one class, in all threads, as
+    long as a model has it.
+    """
+    key = type(plain), rules
     with _classes_lock:
-        cls = _quantized_class(type(plain), rules)
+        cls = _classes.get(key) or _quantized_class(*key)
+        _classes[key] = cls
     return _with_class(cls, plain)
 
 

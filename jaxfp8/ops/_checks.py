@@ -19,9 +19,14 @@ def array(op, name, x):
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError) as error:
-        dtype = getattr(x, "dtype", None)
+        dtype, fix = getattr(x, "dtype", None), ""
+        if isinstance(dtype, np.dtype) and not dtype.isnative:
+            fix = (
+                ", whose bytes are swapped; convert it with "
+                f".astype(np.{dtype.newbyteorder('=').name})"
+            )
         got = type(x).__name__ if dtype is None else f"{type(x).__name__} of {dtype}"
-        raise TypeError(f"{op}: {name}: expected an array, got {got}") from error
+        raise TypeError(f"{op}: {name}: expected an array, got {got}{fix}") from error
 
 
 def high_precision(op, name, x, least=0):

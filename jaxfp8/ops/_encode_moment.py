@@ -121,7 +121,7 @@ class _EncodeMoment(Op):
         return data, jnp.where(keep, amax, top), jnp.where(keep, exponent, power)
 
     def cpu(self, *operands):
-        rows, results = self.in_groups(*operands)
+        rows, results = self.in_groups(operands, self.results(*operands))
         rows += [lax.full((0,), 0, jnp.uint32)] * (5 - len(rows))  # no keys
         aliases = {0: 0, 1: 1, 2: 2}
         new = _ffi.call(
