@@ -26,7 +26,7 @@ _CHOICES = ("ffi", "reference", "xla", "tpu")
 _context = jax.make_user_context(default_value=None)
 
 
-def implementation(name: str):
+def implementation(name: str) -> contextlib.AbstractContextManager:
     """Select the implementation of `jaxfp8.ops` for what is traced inside.
 
     Outside of this context custom calls run where a native library serves the platform,
