@@ -211,8 +211,9 @@ def freeze(model: nn.Module | nnx.Module, *args: Any, **kwargs: Any) -> Any:
     - A frozen model does not train: the gradient of a frozen kernel raises. Gradients
       of inputs and of other parameters are as before.
 
-    Products that the example does not reach stay as they are. The `min_size` of a
-    recipe is applied to the sizes of the example, once.
+    Products that the example does not reach stay as they are, and in Linen those whose
+    kernel depends on the input. The `min_size` of a recipe is applied to the sizes of
+    the example, once.
 
     Args:
         model: a Linen or an NNX module.
@@ -231,7 +232,8 @@ def freeze(model: nn.Module | nnx.Module, *args: Any, **kwargs: Any) -> Any:
             without variables.
         ValueError: there is no product to freeze; a product has an empty history, or a
             custom quantizer with state; a Linen product is called with several kernels,
-            or in a branch of `nn.cond`; an NNX layer computes its kernel.
+            or in a branch of `nn.cond`; an NNX layer computes its kernel, or other code
+            calls a product that several NNX layers share.
     """
     if isinstance(model, nn.Module):
         if not args:

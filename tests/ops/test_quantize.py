@@ -37,6 +37,17 @@ def check_rows(name, x, scales, fmt, what):
         )
 
 
+def test_a_batch_of_matrices_of_each_member():
+    """The matrices of a member share its scale, and have one amax."""
+    x = np.arange(-48, 48, dtype=F32).reshape(3, 2, 4, 4)
+    scales = F32([0.5, 1, 2])
+    run = jax.vmap(lambda x, scale: ops.quantize_transpose(x, scale, E4M3))
+    data, data_t, amax = map(np.asarray, run(x, scales))
+    for i, scale in enumerate(scales):
+        cases.assert_quantized((data[i], amax[i]), x[i], scale, oracle.E4M3)
+    assert_bitwise(data_t, data.swapaxes(-1, -2), "data_t")
+
+
 @NAMES
 @EACH_FORMAT
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
