@@ -79,18 +79,6 @@ struct QuantizeParams {
   int64_t size;
 };
 
-struct TransposeBlocksParams {
-  Dtype format;              // of data and data_t: e4m3 or e5m2
-  const uint8_t* data;       // [groups, m, n]
-  const uint8_t* scale_inv;  // codes of E8M0 [groups, m, ceil(n / block)]
-  uint8_t* data_t;           // [groups, n, m]
-  uint8_t* scale_inv_t;      // [groups, n, ceil(m / block)]
-  int64_t block;             // elements of a row or column that share a scale
-  int64_t groups;
-  int64_t m;
-  int64_t n;
-};
-
 struct TransposeCodesParams {
   const uint8_t* data;  // [groups, m, n]
   uint8_t* data_t;      // [groups, n, m]

@@ -107,7 +107,6 @@ ONE_CASE = {
     "ops/test_block_scaled_matmul.py",
     "ops/test_produced.py",
     "ops/test_quantize_blocks_transpose.py",
-    "ops/test_transpose_blocks.py",
     "recipes/test_meshes.py",
 }
 # Whole files go to workers, in this order and then by name: the longest first, so that

@@ -193,24 +193,6 @@ def quantize_blocks(m, n, block, transpose):
     return Work(step, one_array((m, n), BF16), check, reads=2 if None in block else 1)
 
 
-def transpose_blocks(m, n):
-    block, name = BLOCKS["1x32"], "transpose_blocks"
-
-    def arguments(seed):
-        return ops.quantize_blocks(
-            normal(seed, (m, n)), E4M3, block=block, **scale_kind(block)
-        )
-
-    def check(results, data, scale_inv):
-        (data_t, scale_inv_t), x = (
-            results,
-            data.astype(F32) * stretch(scale_inv, block, data.shape),
-        )
-        expect_codes(name, data_t, stretch(scale_inv_t, block, data_t.shape), x.T)
-
-    return Work(lambda *x: ops.transpose_blocks(*x, block=block), arguments, check)
-
-
 def transpose_codes(m, n):
     def arguments(seed):
         return ops.quantize(normal(seed, (m, n)), 1.0, E4M3)[:1]
@@ -329,7 +311,6 @@ KERNELS = {
         for suffix in ("", "_transpose")
         for name, block in BLOCKS.items()
     },
-    "transpose_blocks 1x32": transpose_blocks,
     "transpose_codes": transpose_codes,
     "quantize_pair": quantize_pair,
     **{

@@ -14,7 +14,6 @@
 #include "common/ffi/quantize.h"
 #include "common/ffi/quantize_transpose.h"
 #include "common/ffi/readings.h"
-#include "common/ffi/transpose_blocks.h"
 #include "cpu/ffi/decode_moment.h"
 #include "cpu/ffi/quantize_blocks_transpose.h"
 #include "cpu/ffi/reading_numbers.h"
@@ -30,7 +29,6 @@
 #include "cpu/kernels/read_histories.h"
 #include "cpu/kernels/reading_numbers.h"
 #include "cpu/kernels/task_pool.h"
-#include "cpu/kernels/transpose_blocks.h"
 #include "cpu/kernels/undo_factors.h"
 #include "cpu/kernels/write_histories.h"
 
@@ -87,7 +85,6 @@ JAXFP8_ON_POOL(jaxfp8_quantize_blocks_transpose_v2, QuantizeBlocksTransposeOp, Q
 JAXFP8_ON_POOL(jaxfp8_quantize_transpose_v3, QuantizeTransposeOp, QuantizeTranspose);
 JAXFP8_ON_THREAD(jaxfp8_read_histories_v3, ReadHistoriesOp, ReadHistories);
 JAXFP8_ON_THREAD(jaxfp8_split_reading_v1, SplitReadingOp, SplitReading);
-JAXFP8_ON_POOL(jaxfp8_transpose_blocks_v1, TransposeBlocksOp, TransposeBlocks);
 JAXFP8_ON_THREAD(jaxfp8_undo_factors_v1, UndoFactorsOp, UndoFactors);
 JAXFP8_ON_THREAD(jaxfp8_write_histories_v5, WriteHistoriesOp, WriteHistories);
 

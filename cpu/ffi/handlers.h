@@ -18,7 +18,6 @@
   DO(jaxfp8_quantize_transpose_v3)        \
   DO(jaxfp8_read_histories_v3)            \
   DO(jaxfp8_split_reading_v1)             \
-  DO(jaxfp8_transpose_blocks_v1)          \
   DO(jaxfp8_undo_factors_v1)              \
   DO(jaxfp8_write_histories_v5)
 

@@ -10,7 +10,6 @@
 #include "common/ffi/quantize.h"
 #include "common/ffi/quantize_transpose.h"
 #include "common/ffi/readings.h"
-#include "common/ffi/transpose_blocks.h"
 #include "cuda/ffi/support.h"
 #include "cuda/kernels/adam_update.h"
 #include "cuda/kernels/amax.h"
@@ -21,7 +20,6 @@
 #include "cuda/kernels/quantize.h"
 #include "cuda/kernels/quantize_transpose.h"
 #include "cuda/kernels/read_histories.h"
-#include "cuda/kernels/transpose_blocks.h"
 #include "cuda/kernels/write_histories.h"
 
 namespace jaxfp8::cuda {
@@ -48,7 +46,6 @@ JAXFP8_ON_STREAM(jaxfp8_encode_moment_v1, EncodeMomentOp, LaunchEncodeMoment);
 JAXFP8_ON_STREAM(jaxfp8_quantize_v3, QuantizeOp, LaunchQuantize);
 JAXFP8_ON_STREAM(jaxfp8_quantize_transpose_v3, QuantizeTransposeOp, LaunchQuantizeTranspose);
 JAXFP8_ON_STREAM(jaxfp8_read_histories_v3, ReadHistoriesOp, LaunchReadHistories);
-JAXFP8_ON_STREAM(jaxfp8_transpose_blocks_v1, TransposeBlocksOp, LaunchTransposeBlocks);
 JAXFP8_ON_STREAM(jaxfp8_write_histories_v5, WriteHistoriesOp, LaunchWriteHistories);
 
 }  // namespace jaxfp8::cuda

@@ -21,7 +21,6 @@
   DO(jaxfp8_ragged_matmul_v1)              \
   DO(jaxfp8_read_histories_v3)             \
   DO(jaxfp8_read_rows_v1)                  \
-  DO(jaxfp8_transpose_blocks_v1)           \
   DO(jaxfp8_transpose_codes_v1)            \
   DO(jaxfp8_write_histories_v5)            \
   DO(jaxfp8_write_rows_v1)

@@ -512,23 +512,17 @@ def _with_columnwise(q: QTensor, product: Product, options: OperandOptions) -> Q
     """Give codes of x, whose blocks lie along the columns that fprop contracts, a
     layout with blocks along the rows.
 
-    wgrad contracts the rows. Scales that are powers of two change by shifts of
-    exponents; other codes are dequantized and quantized once more. Where the product's
-    quantizer makes other scales than q has, wgrad dequantizes q.
+    wgrad contracts the rows: codes are dequantized and quantized once more. Where the
+    product's quantizer makes other scales than q has, wgrad dequantizes q.
     """
-    if (
-        q.power_2_scale
-        and q.block is not None
-        and q.block[0] == 1
-        and q.block[1] is not None
-    ):
-        data_t, scale_inv_t = ops.transpose_blocks(
-            q.data, q.scale_inv, block=q.block, rows=options.rows, cols=options.cols
-        )
-        return dataclasses.replace(q, data_t=data_t, scale_inv_t=scale_inv_t)
     again, _ = product.quantizers.input.quantize_operand(
         q.dequantize(product.x_dtype), None, options
     )
     if again.scale_inv_t is None or again.block != q.block:
         return q
-    return dataclasses.replace(q, data_t=again.data_t, scale_inv_t=again.scale_inv_t)
+    return dataclasses.replace(
+        q,
+        data_t=again.data_t,
+        scale_inv_t=again.scale_inv_t,
+        power_2_scale=q.power_2_scale and again.power_2_scale,
+    )

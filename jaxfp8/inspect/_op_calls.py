@@ -196,12 +196,6 @@ def _quantize_blocks_transpose(kind):
     return _call(op, kind.tensor(), dtype=kind.form.dtype, **options)
 
 
-def _transpose_blocks(kind):
-    exponents = kind.rng.integers(-4, 4, _blocks.count(_MX, *kind.shape))
-    scales = np.exp2(exponents).astype(kind.turn((_blocks.E8M0, _F32)))
-    return _call(ops.transpose_blocks, kind.any_codes(), scales, block=_MX)
-
-
 def _transpose_codes(kind):
     return _call(ops.transpose_codes, kind.any_codes())
 
@@ -383,7 +377,6 @@ _FUNCTIONS = (
     _quantize_norm,
     _quantize_pair,
     _quantize_blocks_transpose,
-    _transpose_blocks,
     _transpose_codes,
     _dequantize,
     _adam_update,

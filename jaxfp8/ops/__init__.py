@@ -23,11 +23,7 @@ from ._quantize_activation import (
     quantize_activation,
     quantize_activation_grad,
 )
-from ._quantize_blocks import (
-    quantize_blocks,
-    quantize_blocks_transpose,
-    transpose_blocks,
-)
+from ._quantize_blocks import quantize_blocks, quantize_blocks_transpose
 from ._quantize_norm import normalize, quantize_norm
 from ._quantize_pair import quantize_pair
 from ._quantize_transpose import QuantizeTranspose, quantize_transpose
@@ -66,5 +62,4 @@ __all__ = [
     "quantize_transpose",
     "ragged_matmul",
     "scaled_matmul",
-    "transpose_blocks",
 ]

@@ -162,13 +162,6 @@ def exponent_codes(scales):
     return jnp.where(is_power, exponent, NAN_CODE).astype(jnp.uint8)
 
 
-def scales_of_codes(codes, dtype):
-    """Undo `exponent_codes`: return scales of `dtype`, float8_e8m0fnu or float32."""
-    if dtype == E8M0:
-        return codes.view(dtype)
-    return power_of_two(codes.astype(jnp.int32) - _BIAS, codes == NAN_CODE)
-
-
 def e8m0_factors(scales, dtype):
     """Return two normal numbers of `dtype` whose product is the scale: each is about
     its square root.

@@ -32,7 +32,6 @@ _ON_BOTH = {
     "quantize_blocks_transpose": 2,
     "quantize_transpose": 3,
     "read_histories": 3,
-    "transpose_blocks": 1,
     "write_histories": 5,
 }
 _CUDA_ONLY = {

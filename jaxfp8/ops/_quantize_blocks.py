@@ -1,5 +1,5 @@
-"""FP8 codes with a scale for each block: quantize_blocks, quantize_blocks_transpose and
-transpose_blocks.
+"""FP8 codes with a scale for each block: quantize_blocks, and with their transpose
+quantize_blocks_transpose.
 """
 
 import jax
@@ -116,37 +116,12 @@ def quantize_blocks_transpose(
     return _QuantizeBlocksTranspose.quantize(x, *options)
 
 
-class _OpOfBlocks(Op):
-    """An op of a matrix, its transpose and their scales; the fields are the arguments
-    of `quantize_blocks`.
-    """
-
-    block: tuple[int | None, int | None]
-    rows: int
-    cols: int
-
-    def layouts(self, rank):
-        """Return the names of the dimensions of codes, their scales, transposed codes
-        and their scales.
-        """
-        leading = dims("batch", rank - self.rows - self.cols)
-        row, col = dims("row", self.rows), dims("col", self.cols)
-        scales = _blocks.scale_names(leading, row, col, self.block)
-        scales_t = _blocks.scale_names(leading, col, row, self.block)
-        return [(leading, row, col), scales, (leading, col, row), scales_t]
-
-    def sizes(self, codes, *scales):
-        m, n = _shapes.merged(codes[len(codes) - self.rows - self.cols :], self.rows)
-        _, (_, *names), _, (_, *names_t) = self.layouts(len(codes))
-        counts = _blocks.count(self.block, m, n) + _blocks.count(self.block, n, m)
-        return dict(zip(sum(names + names_t, ()), counts, strict=True))
-
-
-class _QuantizeBlocks(_OpOfBlocks):
+class _QuantizeBlocks(Op):
     """Quantize blocks, without or with `transpose` also those of the transpose, by the
     same custom call.
 
     Attributes:
+        block, rows, cols: the arguments of `quantize_blocks`.
         dtype: the dtype of the codes.
         scaling: "f32", "f32_power_2", "e8m0_ceil" or "e8m0_floor": the kind of the
             scales, and how they are rounded.
@@ -155,6 +130,9 @@ class _QuantizeBlocks(_OpOfBlocks):
     name = "quantize_blocks"
     custom_call = "quantize_blocks_transpose"
     transpose = False
+    block: tuple[int | None, int | None]
+    rows: int
+    cols: int
     dtype: np.dtype
     scaling: str
 
@@ -183,6 +161,22 @@ class _QuantizeBlocks(_OpOfBlocks):
             scaling = f"e8m0_{rounding}"
         block = _blocks.checked(name, "block", block)
         return tuple(cls(block, int(rows), int(cols), dtype, scaling)(x))
+
+    def layouts(self, rank):
+        """Return the names of the dimensions of codes, their scales, transposed codes
+        and their scales.
+        """
+        leading = dims("batch", rank - self.rows - self.cols)
+        row, col = dims("row", self.rows), dims("col", self.cols)
+        scales = _blocks.scale_names(leading, row, col, self.block)
+        scales_t = _blocks.scale_names(leading, col, row, self.block)
+        return [(leading, row, col), scales, (leading, col, row), scales_t]
+
+    def sizes(self, x):
+        m, n = _shapes.merged(x[len(x) - self.rows - self.cols :], self.rows)
+        _, (_, *names), _, (_, *names_t) = self.layouts(len(x))
+        counts = _blocks.count(self.block, m, n) + _blocks.count(self.block, n, m)
+        return dict(zip(sum(names + names_t, ()), counts, strict=True))
 
     def names(self, x):
         codes, *results = self.layouts(x)
@@ -274,114 +268,3 @@ class _QuantizeBlocks(_OpOfBlocks):
 class _QuantizeBlocksTranspose(_QuantizeBlocks):
     name = "quantize_blocks_transpose"
     transpose = True
-
-
-def transpose_blocks(
-    data: ArrayLike,
-    scale_inv: ArrayLike,
-    *,
-    block: tuple[int, int],
-    rows: int = 1,
-    cols: int = 1,
-) -> tuple[jax.Array, jax.Array]:
-    """Transpose codes whose scales are powers of two, such that blocks lie along the
-    rows again.
-
-    The c rows of a new block cross one block each, and its scale is the largest of
-    their scales:
-
-        scale_inv_t[j, i] = max(scale_inv[i * c : (i + 1) * c, j // c])
-        ratio = scale_inv[i, j // c] / scale_inv_t[j, i // c]
-        data_t[j, i] = round(data[i, j] * ratio)
-
-    The ratio is a power of two, at most 1. The product is rounded to the nearest FP8
-    number, ties to even: it is exact unless it is below the smallest normal number
-    (2**-6 in E4M3, 2**-14 in E5M2), where it loses bits, down to a zero with the sign
-    of the code. Codes of NaN and Inf stay. If a new block crosses a scale that is NaN
-    or not a power of two, the scale and all codes of the new block are NaN, as
-    `quantize_blocks` makes them.
-
-    The result differs from `quantize_blocks(x.mT)` in three ways. A scale comes from
-    all columns of an old block, and may be larger than the amax of its own column
-    needs. A number is rounded twice if the product is subnormal; all other codes are
-    those of x divided by the larger scale. A number that the first scale saturated
-    stays saturated (with rounding="floor", or with float32 scales beside an Inf or NaN
-    in the block).
-
-    Args:
-        data: float8_e4m3fn or float8_e5m2 `[..., *m, *n]`.
-        scale_inv: float8_e8m0fnu, or float32 powers of two from 2**-126 to 2**127,
-            `[..., m, ceil(n / c)]`: as `quantize_blocks` gives it with scale="e8m0" or
-            power_2_scale=True.
-        block: `(1, c)`, the block of data and of data_t. The last block of a row may be
-            smaller.
-        rows, cols: the numbers of dimensions that m and n stand for. Blocks cut the
-            merged matrix.
-
-    Returns:
-        `(data_t, scale_inv_t)`: data_t `[..., *n, *m]` with the dtype of data;
-        scale_inv_t `[..., n, ceil(m / c)]` with that of scale_inv.
-
-    Raises:
-        TypeError: scale_inv has another dtype, or the op is differentiated.
-        ValueError: scale_inv has another shape.
-    """
-    leading, row, col = _shapes.parts(data.shape, rows, cols)
-    scale_inv, block = _blocks.checked_scale(
-        "transpose_blocks", "", scale_inv, block, leading, row, col
-    )
-    op = _TransposeBlocks(block, int(rows), int(cols))
-    return tuple(op(data, scale_inv))
-
-
-def _shift_down(data, shift, is_nan):
-    """Return the codes of `data / 2**shift`, for int32 shifts of at least 0, and those
-    of NaN where `is_nan`; codes of NaN and Inf stay.
-    """
-    codes = data.view(jnp.uint8)
-    # A larger shift gives the same zeros, and its factor would not be a normal number.
-    factor = _blocks.power_of_two(-jnp.minimum(shift, 64), is_nan)
-    shifted = encode(data, factor, data.dtype).view(jnp.uint8)
-    largest = int(np.array(jnp.finfo(data.dtype).max, data.dtype).view(np.uint8))
-    return jnp.where(is_nan | (codes & 0x7F <= largest), shifted, codes)
-
-
-class _TransposeBlocks(_OpOfBlocks):
-    name = "transpose_blocks"
-
-    def names(self, data, scale_inv):
-        layouts = self.layouts(data)
-        return layouts[:2], layouts[2:]
-
-    def dtypes(self, data, scale_inv):
-        return [data.dtype, scale_inv.dtype]
-
-    def reference(self, data, scale_inv):
-        """Transpose blocks in jnp."""
-        first, size = data.ndim - self.rows - self.cols, self.block[1]
-        matrix = _shapes.merge(data, *[1] * first, self.rows)
-        m, n = matrix.shape[-2:]
-        # 1. Find the scale of each new block; all columns of an old block have the same
-        #    new scale.
-        codes = _blocks.exponent_codes(scale_inv).astype(jnp.int32)
-        largest = jnp.max(_blocks.cut(codes, (size, 1)), axis=(-3, -1), initial=0)
-        of_rows = _blocks.spread(largest, (size, 1), m, codes.shape[-1])
-        # 2. Shift the codes of each old block, held as bytes: XLA's CPU compiler may
-        #    move FP8 through float16.
-        shift = _blocks.spread(of_rows - codes, self.block, m, n)
-        is_nan = _blocks.spread(of_rows == _blocks.NAN_CODE, self.block, m, n)
-        shifted = _shift_down(matrix, shift, is_nan)
-        data_t = _shapes.transpose(shifted.reshape(data.shape), self.rows, self.cols)
-        data_t = data_t.view(data.dtype)
-        scales_t = _blocks.spread(largest.mT, (size, 1), n, largest.shape[-2])
-        scales_t = scales_t.astype(jnp.uint8)
-        return data_t, _blocks.scales_of_codes(scales_t, scale_inv.dtype)
-
-    def attributes(self):
-        return {"block": np.int64(self.block[1])}
-
-    def cpu(self, data, scale_inv):
-        """Make the custom call with scales as E8M0 codes."""
-        codes = _blocks.exponent_codes(scale_inv)
-        data_t, codes_t = self.call_on_groups(data, codes)
-        return data_t, _blocks.scales_of_codes(codes_t, scale_inv.dtype)

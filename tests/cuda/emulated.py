@@ -31,7 +31,7 @@ KERNELS = (
     "adam_update", "amax", "amax_to_scale", "delayed_scales", "dequantize",
     "encode_moment", "quantize", "quantize_activation", "quantize_activation_grad",
     "quantize_blocks_transpose", "quantize_norm", "quantize_transpose", "ragged_matmul",
-    "read_histories", "transpose_blocks", "transpose_codes", "write_histories",
+    "read_histories", "transpose_codes", "write_histories",
 )  # fmt: skip
 FLAGS = (
     "-std=c++17 -fPIC -fvisibility=hidden -ffp-contract=off -Wall -Wextra -Werror "

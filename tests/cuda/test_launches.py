@@ -31,8 +31,6 @@ LAUNCHES = ONE_KERNEL | dict.fromkeys(
 )
 # the amaxes of a reading, which few products take, are a call of their own
 LAUNCHES["read_rows"] = (2, 0, 0)
-# the scales of whole blocks come before the codes
-LAUNCHES["transpose_blocks"] = (2, 0, 0)
 
 
 @pytest.mark.parametrize(

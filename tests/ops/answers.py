@@ -130,18 +130,6 @@ def _quantize_blocks_transpose(x, results, block, scaling):
     ]
 
 
-def _transpose_blocks(data, scale_inv, results, block):
-    fmt, scales = FORMAT_OF[data.dtype], scale_inv.view(oracle_blocks.E8M0)
-    groups = [
-        oracle_blocks.transpose(*group, fmt, int(block))
-        for group in zip(data, scales, strict=True)
-    ]
-    return [
-        np.array([group[i].view(dtype) for group in groups], dtype).reshape(shape)
-        for i, (shape, dtype) in enumerate(results)
-    ]
-
-
 def _transpose_codes(data, results):
     return [np.ascontiguousarray(data.swapaxes(1, 2))]
 
@@ -249,7 +237,6 @@ def _undo_factors(*operands, results):
 ANSWERS = {
     function.__name__[1:]: function
     for function in (
-        _transpose_blocks,
         _transpose_codes,
         _amax,
         _quantize,

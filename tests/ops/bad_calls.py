@@ -166,9 +166,6 @@ BAD_ATTRIBUTES = {
         ({"scaling": "e8m0"}, "scaling: expected .*got"),
         ({"scaling": "e8m0_floor"}, "scale_inv: expected .*got"),
     ],
-    "transpose_blocks": [
-        ({"block": np.int64(b)}, "block: expected .*got") for b in (0, -1)
-    ],
     "quantize_blocks_transpose, stored": [
         ({name: "1x64"}, f"{name}: expected .*got") for name in ("block", "scaling")
     ],

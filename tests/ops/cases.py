@@ -61,7 +61,6 @@ TARGETS = {
     "quantize_transpose": "jaxfp8_quantize_transpose_v3",
     "read_histories": "jaxfp8_read_histories_v3",
     "split_reading": "jaxfp8_split_reading_v1",
-    "transpose_blocks": "jaxfp8_transpose_blocks_v1",
     "undo_factors": "jaxfp8_undo_factors_v1",
     "write_histories": "jaxfp8_write_histories_v5",
 }

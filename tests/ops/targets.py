@@ -57,10 +57,6 @@ SPECS = {
         "x high[g m n] -> data fp8[g m n], scale_inv u8[g m n/32], data_t? =data[g n "
         "m], scale_inv_t? u8[g n m/32]"
     ),
-    "transpose_blocks": (
-        "data fp8[g m n], scale_inv u8[g m n/32] -> data_t =data[g n m], scale_inv_t "
-        "u8[g n m/32]"
-    ),
     "dequantize": "data fp8[g *], scale_inv f32[1|g] -> out high[g *]",
     "decode_moment": (
         "data e4m3[g n], amax f32[g n/128], exponent s8[g n/128] -> out f32[g n]"
@@ -202,7 +198,6 @@ ATTRIBUTES = {
         "scaling": "e8m0_ceil",
     },
     "quantize_blocks_transpose, stored": {"block": "1x128", "scaling": "f32"},
-    "transpose_blocks": {"block": np.int64(32)},
     "encode_moment": {"squared": np.bool_(True)},
     "adam_update": {"apply": np.bool_(True)},
     "adam_update, no params": {"apply": np.bool_(False)},

@@ -28,11 +28,6 @@ GOOD = {
     "count_saturated_and_flushed": QUANTIZER,
     "quantize_blocks": {"x": X, "dtype": E4M3, "block": (1, 32)},
     "quantize_blocks_transpose": {"x": X, "dtype": E4M3, "block": (1, 32)},
-    "transpose_blocks": {
-        "data": A,
-        "scale_inv": np.ones((4, 1), F32),
-        "block": (1, 32),
-    },
     "delayed_scales": {
         "histories": (H, H),
         "stored": (S, S),
@@ -80,8 +75,6 @@ BAD = [
     (["quantize_transpose"], "x", VALUE, [S, X[0]]),
     (IN_BLOCKS, "x", VALUE, [{"rows": 2}]),
     (IN_BLOCKS, "block", VALUE, [32, (1, 0), (1, 2, 3), None]),
-    (["transpose_blocks"], "scale_inv", TYPE, [np.ones((4, 1), BF16)]),
-    (["transpose_blocks"], "scale_inv", VALUE, [np.ones((4, 2), F32)]),
     (IN_BLOCKS, "scale", VALUE, ["bf16"]),
     (IN_BLOCKS, "rounding", VALUE, ["floor", {"scale": "e8m0", "rounding": "up"}]),
     (IN_BLOCKS, "power_2_scale", VALUE, [{"scale": "e8m0", "power_2_scale": True}]),

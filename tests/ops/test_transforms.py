@@ -48,7 +48,6 @@ VARIANTS = {
     "ragged_matmul": 2,
     "scaled_matmul": 3,
     "split_reading": 2,
-    "transpose_blocks": 2,
     "write_histories": 2,
 }
 SILU_GATED = ops.ACTIVATIONS.index("silu_gated")

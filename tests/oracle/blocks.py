@@ -77,39 +77,6 @@ def quantize(
     return codes, scales.view(E8M0) if scale == "e8m0" else scales
 
 
-def transpose(codes, scales, fmt: Format, c: int):
-    """Blocks of c along the rows of `[m, n]` become blocks along its columns: (codes
-    `[n, m]`, scales `[n, blocks]`).
-
-    A number times a ratio of scales is exact in f64, and below 2**-126 it is far too
-    small for FP8.
-    """
-    values, wide = scale_values(scales), oracle.widen(codes).astype(np.float64)
-    (m, n), raw = codes.shape, np.asarray(codes).view(np.uint8)
-    is_power = np.isin(values, np.ldexp(1.0, EXPONENTS)) & (
-        values > (0 if scales.dtype == E8M0 else 2.0**-127)
-    )
-    out, scales_t = np.zeros((n, m), np.uint8), np.zeros((n, len(bounds(m, c))))
-    for i, (top, bottom) in enumerate(bounds(m, c)):
-        for j, (left, right) in enumerate(bounds(n, c)):
-            part = (slice(top, bottom), slice(left, right))
-            of_rows = values[top:bottom, j]
-            largest = of_rows.max() if is_power[top:bottom, j].all() else np.nan
-            moved = oracle.encode(
-                (wide[part] * (of_rows / largest)[:, None]).astype(F32), fmt
-            ).view(np.uint8)
-            stays = ~np.isfinite(wide[part]) & np.isfinite(largest)
-            out.T[part], scales_t[left:right, i] = (
-                np.where(stays, raw[part], moved),
-                largest,
-            )
-    if scales.dtype != E8M0:
-        return out.view(fmt.dtype), scales_t.astype(F32)
-    return out.view(fmt.dtype), np.where(
-        np.isnan(scales_t), NAN_SCALE, np.log2(scales_t) + 127
-    ).astype(np.uint8).view(E8M0)
-
-
 def scale_values(scales) -> np.ndarray:
     """f32 or E8M0 scales as f64, exactly."""
     scales = np.asarray(scales)
