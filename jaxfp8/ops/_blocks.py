@@ -26,7 +26,7 @@ from . import _checks, _shapes
 from ._partition import ONE, blocks_of
 
 E8M0 = np.dtype(jnp.float8_e8m0fnu)
-NAN_CODE = 255
+_NAN_CODE = 255
 _BIAS = 127
 _EXPONENT_BITS = 0x7F800000
 _MANTISSA_BITS = 0x007FFFFF
@@ -147,27 +147,12 @@ def power_of_two(exponent, is_nan):
     return bits.view(jnp.float32)
 
 
-def exponent_codes(scales):
-    """Return E8M0 scales, or float32 powers of two from 2**-126 to 2**127, as E8M0
-    codes, uint8; else NAN_CODE.
-    """
-    if scales.dtype == E8M0:
-        return scales.view(jnp.uint8)
-    bits = scales.view(jnp.uint32)
-    exponent = bits >> 23
-    # A power of two has no mantissa. Its exponent is neither 0 (zero, subnormals) nor
-    # 255 (Inf, NaN); the sign bit of a negative number, which is shifted in with the
-    # exponent, makes it larger than 254.
-    is_power = (bits & 0x7FFFFF == 0) & (exponent >= 1) & (exponent <= 254)
-    return jnp.where(is_power, exponent, NAN_CODE).astype(jnp.uint8)
-
-
 def e8m0_factors(scales, dtype):
     """Return two normal numbers of `dtype` whose product is the scale: each is about
     its square root.
     """
     codes = scales.view(jnp.uint8).astype(jnp.int32)
-    exponent, is_nan = codes - _BIAS, codes == NAN_CODE
+    exponent, is_nan = codes - _BIAS, codes == _NAN_CODE
     # A single factor is not enough: 2**-127 is subnormal, which XLA's CPU threads read
     # as zero. Its parts, 2**-64 and 2**-63, are normal.
     first = exponent >> 1
@@ -197,7 +182,7 @@ def scales_of(amax, dtype, scaling):
         is_above = bits & _MANTISSA_BITS > int(largest & _MANTISSA_BITS)
         exponent = exponent + is_above.astype(jnp.int32)
     exponent, is_nan = jnp.maximum(exponent, -127), bits >= _EXPONENT_BITS
-    codes = jnp.where(is_nan, NAN_CODE, exponent + _BIAS)
+    codes = jnp.where(is_nan, _NAN_CODE, exponent + _BIAS)
     return power_of_two(-exponent, is_nan), codes.astype(jnp.uint8).view(E8M0)
 
 
@@ -330,8 +315,14 @@ def as_mx(scales, block, rows, k):
     0 or not finite; scales are the inverse. Any other float32 becomes NaN, so that a
     product of scales that are no powers of two is not silently wrong.
     """
+    bits = scales.view(jnp.uint32)
+    exponent = bits >> 23
+    # A power of two has no mantissa. Its exponent is neither 0 (zero, subnormals) nor
+    # 255 (Inf, NaN); the sign bit of a negative number, which is shifted in with the
+    # exponent, makes it larger than 254.
+    is_power = (bits & _MANTISSA_BITS == 0) & (exponent >= 1) & (exponent <= 254)
+    codes = jnp.where(is_power, exponent, _NAN_CODE).astype(jnp.uint8)
     # One scale of a row now stands for 32 columns: `block` has c // 32 of them.
     r, c = block
     block = r, None if c is None else c // 32
-    codes = spread(exponent_codes(scales), block, rows, -(-k // 32))
-    return codes.view(E8M0)
+    return spread(codes, block, rows, -(-k // 32)).view(E8M0)

@@ -162,25 +162,23 @@ class _QuantizeBlocks(Op):
         block = _blocks.checked(name, "block", block)
         return tuple(cls(block, int(rows), int(cols), dtype, scaling)(x))
 
-    def layouts(self, rank):
-        """Return the names of the dimensions of codes, their scales, transposed codes
-        and their scales.
-        """
-        leading = dims("batch", rank - self.rows - self.cols)
+    def names(self, x):
+        leading = dims("batch", x - self.rows - self.cols)
         row, col = dims("row", self.rows), dims("col", self.cols)
-        scales = _blocks.scale_names(leading, row, col, self.block)
-        scales_t = _blocks.scale_names(leading, col, row, self.block)
-        return [(leading, row, col), scales, (leading, col, row), scales_t]
+        results = []
+        for sides in [(row, col), (col, row)][: 1 + self.transpose]:
+            results.append((leading, *sides))
+            results.append(_blocks.scale_names(leading, *sides, self.block))
+        return results[:1], results
 
     def sizes(self, x):
         m, n = _shapes.merged(x[len(x) - self.rows - self.cols :], self.rows)
-        _, (_, *names), _, (_, *names_t) = self.layouts(len(x))
-        counts = _blocks.count(self.block, m, n) + _blocks.count(self.block, n, m)
-        return dict(zip(sum(names + names_t, ()), counts, strict=True))
-
-    def names(self, x):
-        codes, *results = self.layouts(x)
-        return [codes], [codes, *results[: 1 + 2 * self.transpose]]
+        _, results = self.names(len(x))
+        sizes = {}
+        for (_, *blocks), sides in zip(results[1::2], [(m, n), (n, m)], strict=False):
+            counts = _blocks.count(self.block, *sides)
+            sizes |= zip(sum(blocks, ()), counts, strict=True)
+        return sizes
 
     def dtypes(self, x):
         scales = jnp.float32 if self.scaling.startswith("f32") else _blocks.E8M0
