@@ -57,26 +57,17 @@ class _UndoFactors(OpOfCpus):
         history = jnp.where(keeps, history, jnp.float32(0))
         is_scale = _scaling.positive_finite(old_scale) | _scaling.below_zero(old_scale)
         old_scale = jnp.where(is_scale, old_scale, jnp.float32(1))
-        newest, oldest, amax = history[..., :1], history[..., 1:2], new_history[..., :1]
+        newest, amax = history[..., :1], new_history[..., :1]
 
-        # 2. Reduce the old tail and the new one, `new_history[..., 1:]`, which must be
-        #    `[h[2], ..., h[H - 1], h[0]]`. The last slot is on its own, so that nothing
-        #    is rolled; and a history of length 1 has no tail.
-        between = _compared(
-            history[..., 2:], history[..., 1:-1], new_history[..., 1:-1]
-        )
-        last = _compared(newest, history[..., -1:], new_history[..., -1:])
-        tails = _max(between)
-        if history.shape[-1] > 1:
-            tails = map(jnp.maximum, tails, last)
-        else:
-            oldest = newest
-        expected, new_tail, from_old, from_rolled = tails
-        oldest = _entry_bits(oldest)
-        is_below_zero = (
-            jnp.maximum(expected, oldest) == _INF_BITS
-        ) | _scaling.below_zero(old_scale)
-        is_empty = jnp.maximum(expected, oldest) == 0
+        # 2. Reduce the old tail and the new one. Slot 0 of what a step rolls is the
+        #    entry that it drops.
+        rolled = jnp.roll(history, -1, axis=-1)
+        tails = rolled[..., 1:], history[..., 1:], new_history[..., 1:]
+        expected, new_tail, from_old, from_rolled = _max(_compared(*tails))
+        largest_entry = jnp.maximum(expected, _entry_bits(rolled[..., :1]))
+        is_below_zero = largest_entry == _INF_BITS
+        is_below_zero |= _scaling.below_zero(old_scale)
+        is_empty = largest_entry == 0
         expected, new_tail = _scaling.from_bits(expected), _scaling.from_bits(new_tail)
         touched = (
             jnp.isfinite(new_tail)
