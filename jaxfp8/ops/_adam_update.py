@@ -4,19 +4,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .._jax import _compat
 from ..numerics._moment_codec import adam_step
 from . import _ffi
-from ._encode_moment import moment_names, to_rows
+from ._encode_moment import moment_names
 from ._partition import WHOLE
-from ._primitive import OpOfUnits
+from ._primitive import Op
 
-# The largest number of leaves in one call of `adam_update`, and how many numbers a step
-# of a leaf has.
+# the largest number of leaves in one call of `adam_update`
 MAX_LEAVES = 16
-ADAM_NUMBERS = 11
 
 
 class AdamLeaf(NamedTuple):
@@ -77,7 +74,7 @@ def adam_update(leaves, axes):
             # are cut as what they replace.
             grads, *rest = (jnp.moveaxis(x, axis, -1) for x in arrays)
             operands += [*rest, leaf.numbers, grads]
-        op = _AdamUpdate((None,) * len(part), part[0][0].params is not None)
+        op = _AdamUpdate(part[0][0].params is not None)
         stepped = _batched(op(*operands), _ADAM_RESULTS)
         for (leaf, axis), arrays in zip(part, stepped, strict=True):
             treedef = jax.tree.structure((leaf.grads, leaf.mu, leaf.nu))
@@ -92,32 +89,28 @@ def _batched(items, count):
     return [items[i : i + count] for i in range(0, len(items), count)]
 
 
-class _AdamUpdate(OpOfUnits):
-    """The units are leaves, of which blocks cut the last axis; `applies` says whether
-    parameters are given and stepped.
+class _AdamUpdate(Op):
+    """The operands are those of several leaves, of which blocks cut the last axis;
+    `applies` says whether parameters are given and stepped.
     """
 
     name = "adam_update"
     applies: bool
 
     @property
-    def operands(self):
+    def count(self):
         """The number of operands of a leaf."""
         return 9 + self.applies
 
-    def owners(self, operand_count):
-        leaves = range(len(self.of_units))
-        return np.repeat(leaves, self.operands), np.repeat(leaves, _ADAM_RESULTS)
-
     def names(self, *ranks):
         operands, results = [], []
-        for i, rank in enumerate(ranks[:: self.operands]):
+        for i, rank in enumerate(ranks[:: self.count]):
             elements, blocks = moment_names(rank, f"leaf{i}_")
             moments = 2 * [elements, blocks, blocks]
             operands += [elements] * self.applies + moments
             operands += [
                 ((f"{WHOLE}_moment{i}",), *blocks),
-                ((f"{WHOLE}_numbers{i}",),),
+                ((), (f"{WHOLE}_numbers{i}",)),
             ]
             operands.append(elements)
             results += [elements, *moments]
@@ -125,43 +118,44 @@ class _AdamUpdate(OpOfUnits):
 
     def dtypes(self, *operands):
         moment = [x.dtype for x in operands[self.applies :][:3]]
-        return [jnp.float32, *moment, *moment] * len(self.of_units)
+        return [jnp.float32, *moment, *moment] * (len(operands) // self.count)
 
     def lower(self, platform, ctx, *operands):
         """Lower each leaf by itself on a mesh, which may cut each along other axes."""
-        if _compat.devices_of(ctx) != "mesh" or len(self.of_units) == 1:
+        if _compat.devices_of(ctx) != "mesh":
             return super().lower(platform, ctx, *operands)
         results = []
-        types_in = _batched(ctx.avals_in, self.operands)
+        types_in = _batched(ctx.avals_in, self.count)
         types_out = _batched(ctx.avals_out, _ADAM_RESULTS)
-        for i, leaf in enumerate(_batched(operands, self.operands)):
+        for i, leaf in enumerate(_batched(operands, self.count)):
             of_leaf = ctx.replace(avals_in=types_in[i], avals_out=types_out[i])
-            results += self.of_some([i]).lower(platform, of_leaf, *leaf)
+            results += super().lower(platform, of_leaf, *leaf)
         return results
 
     def reference(self, *operands):
         return [
             x
-            for leaf in _batched(operands, self.operands)
+            for leaf in _batched(operands, self.count)
             for x in adam_step(*leaf, vmap_dims=self.vmap_dims)
         ]
 
     def cpu(self, *operands):
-        rows, keys, aliases, shapes = [], [], {}, []
-        for *leaf, keys_of_both, numbers, grads in _batched(operands, self.operands):
-            # The keys of all leaves are one operand: XLA computes them in one launch.
-            keys.append(jnp.moveaxis(keys_of_both, self.vmap_dims, 0).reshape(-1))
-            for i, x in enumerate((grads, *leaf)):
-                # The parameters, or else the gradients, and both moments are written
-                # over.
-                if i >= self.applies:
-                    aliases[len(rows)] = len(aliases)
-                    shapes.append(x.shape)
-                rows.append(to_rows(x))
-            rows.append(numbers.reshape(-1, ADAM_NUMBERS))
-        results = [(rows[place].shape, rows[place].dtype) for place in aliases]
-        operands = *rows, jnp.concatenate(keys)
+        types = self.results(*operands)
+        arrays, results = self.in_groups(operands, types)
+        groups, keys, aliases = [], [], {}
+        for *leaf, of_both, numbers, grads in _batched(arrays, self.count):
+            # The parameters, or else the gradients, and both moments are written over.
+            first = len(groups) + self.applies
+            for place in range(first, first + _ADAM_RESULTS):
+                aliases[place] = len(aliases)
+            groups += [grads, *leaf, numbers]
+            # The keys of all leaves are one operand, those of mu first: XLA computes
+            # them in one launch.
+            vmapped, *blocks = of_both.shape
+            of_both = of_both.reshape(vmapped // 2, 2, *blocks)
+            keys.append(jnp.moveaxis(of_both, 1, 0).reshape(-1))
+        operands = *groups, jnp.concatenate(keys)
         new = _ffi.call(
             "adam_update", results, *operands, aliases=aliases, apply=self.applies
         )
-        return list(map(jnp.reshape, new, shapes))
+        return [x.reshape(old.shape) for x, old in zip(new, types, strict=True)]

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..numerics import _moment_codec as codec
-from . import _ffi, _shapes
+from . import _ffi
 from ._partition import blocks_of
 from ._primitive import Op, dims
 
@@ -66,11 +66,6 @@ def encode_moment(data, amax, exponent, after, keys, *, squared, axis):
 
 
 # ------------------------------------------------- the primitives, along the last axis
-
-
-def to_rows(x):
-    """Return a matrix whose rows the blocks cut."""
-    return _shapes.merge(x, x.ndim - 1)
 
 
 def moment_names(rank, leaf=""):
