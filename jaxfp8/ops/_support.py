@@ -16,8 +16,8 @@ from . import _checks, _ffi
 
 # The first compute capability with FP8 conversions and FP8 tensor cores.
 _MIN_CAPABILITY = (8, 9)
-_warned = set()
-_listeners = []
+# the reasons that were told: in warnings, and in each `listening`, the innermost last
+_told = [[]]
 
 # custom calls that a user has switched off, so that one bad kernel does not end a run
 VARIABLE = "JAXFP8_DISABLE"
@@ -195,10 +195,10 @@ def _runs(architecture, capability):
 
 def warn(reason):
     """Warn once for each reason that programs run without custom calls."""
-    if _listeners:
-        _listeners[-1].append(reason)
-    elif reason not in _warned:
-        _warned.add(reason)
+    if reason in _told[-1]:
+        return
+    _told[-1].append(reason)
+    if len(_told) == 1:
         instead = "running in jnp: same results within their bounds, slower"
         _warnings.warn(f"jaxfp8: {reason}; {instead}", RuntimeWarning)
 
@@ -208,10 +208,8 @@ def listening():
     """Collect the reasons that programs lowered inside would warn of, each once, in
     place of the warnings.
     """
-    reasons = []
-    _listeners.append(reasons)
+    _told.append([])
     try:
-        yield reasons
+        yield _told[-1]
     finally:
-        _listeners.remove(reasons)
-        reasons[:] = dict.fromkeys(reasons)
+        _told.pop()

@@ -49,7 +49,7 @@ def machine(monkeypatch, cuda_custom_calls):
     """Sets GPUs, what is wrong with cuBLASLt, the devices a program is lowered for, and
     what the variable disables.
     """
-    monkeypatch.setattr(_support, "_warned", set())
+    monkeypatch.setattr(_support, "_told", [[]])
 
     def has(*gpus, cublaslt="", lowered_for=(), disabled=""):
         def check():
