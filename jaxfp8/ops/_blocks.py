@@ -173,8 +173,9 @@ def scales_of(amax, dtype, scaling):
     if scaling.startswith("f32"):
         numerator = _scaling.scale_numerator(fp8_max(dtype), 0)
         scales = _scaling.amax_to_scale(amax, jnp.ones_like(amax), numerator)
-        is_power_2 = scaling == "f32_power_2"
-        return _scaling.floor_to_power_of_two(scales[0]) if is_power_2 else scales
+        if scaling == "f32_power_2":
+            scales = _scaling.floor_to_power_of_two(scales[0])
+        return scales
     largest = np.float32(fp8_max(dtype)).view(np.int32)
     bits = amax.view(jnp.int32)
     exponent = (bits >> 23) - int(largest >> 23)

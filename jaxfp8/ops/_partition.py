@@ -240,7 +240,9 @@ def _cut(mesh, axes, name):
     has.
     """
     entry = axes.get(name, ())
-    return (lax.axis_index(entry), _shards(mesh, entry)) if entry else (0, 1)
+    if not entry:
+        return 0, 1
+    return lax.axis_index(entry), _shards(mesh, entry)
 
 
 def _shards(mesh, axes):

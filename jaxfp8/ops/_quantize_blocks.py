@@ -156,7 +156,9 @@ class _QuantizeBlocks(Op):
                 f'{name}: rounding: expected "ceil" for scale="f32", got {rounding!r}; '
                 'it goes with "e8m0"'
             )
-        scaling = "f32_power_2" if power_2_scale else "f32"
+        scaling = scale
+        if power_2_scale:
+            scaling = "f32_power_2"
         if scale == "e8m0":
             scaling = f"e8m0_{rounding}"
         block = _blocks.checked(name, "block", block)
@@ -224,7 +226,9 @@ class _QuantizeBlocks(Op):
         count, attribute = _blocks.count, np.int64([b or 0 for b in block])
         if not on_cpu:
             count, attribute = _blocks.stored_shape, _blocks.NAMES[block]
-        scales = jnp.float32 if self.scaling.startswith("f32") else jnp.uint8
+        scales = types[1].dtype
+        if scales == _blocks.E8M0:
+            scales = jnp.uint8
         sides = [(m, n), (n, m)][: 1 + self.transpose]
         results, lines = [], 0
         for matrix in sides:

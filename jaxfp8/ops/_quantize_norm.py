@@ -84,7 +84,9 @@ def _affine(x, statistics, parameters):
     if mean:
         x = x - mean[0]
     y = x * (rstd * gamma)
-    return y + beta[0] if beta else y
+    if beta:
+        y = y + beta[0]
+    return y
 
 
 def quantize_norm(x, gamma, beta, scale, dtype, *, kind, epsilon, amax=None, **options):

@@ -491,7 +491,9 @@ class _JoinRecorded(OpOfCpus):
         (*amaxes, amax), scale_invs = halves(operands[: 2 * self.count])
         axis = amax.ndim - 1
         rest = jnp.zeros((*amax.shape[:-1], READING_NUMBERS - 2), jnp.float32)
-        placed = jnp.zeros_like(amax) if self.in_loop else amax
+        placed = amax
+        if self.in_loop:
+            placed = jnp.zeros_like(amax)
         pairs = zip((*amaxes, placed), scale_invs, strict=True)
         row = lax.concatenate([x for pair in pairs for x in (*pair, rest)], axis)
         if not self.in_loop:
