@@ -107,7 +107,7 @@ def _is_factor(scales):
     """Return whether scales are one number along the whole contraction, and multiply
     the product. E8M0 scales multiply the codes: that is exact in bfloat16.
     """
-    return scales.dtype != _blocks.E8M0 and scales.shape[-1] in (0, 1)
+    return scales.dtype != _blocks.E8M0 and scales.shape[-1] == 1
 
 
 class _BlockScaledMatmul(Product):
@@ -166,10 +166,6 @@ class _BlockScaledMatmul(Product):
             if block is None:
                 factors.append(_shapes.stretch(scale, out))
             elif _is_factor(scale):
-                # Without any column the contraction is empty, and its sum is zero
-                # whatever the scale.
-                if not scale.shape[-1]:
-                    scale = jnp.ones((*scale.shape[:-1], 1), jnp.float32)
                 size = math.prod(shape[self.leading :])
                 scale = _blocks.spread(scale, (block[0], 1), size, 1)
                 factors.append(scale.reshape(shape))

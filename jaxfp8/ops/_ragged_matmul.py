@@ -116,7 +116,7 @@ def ragged_matmul(
     return op(a, b, a_scale_inv, b_scale_inv, group_sizes, *second)[0]
 
 
-def _moved(x, shifts, axis):
+def _moved(x, shifts, axis=0):
     """Move the matrices `[count, ...]` along an axis, round the end, each by its own
     shift.
     """
@@ -145,11 +145,9 @@ class _RaggedMatmul(Op):
     def has_blocks(self):
         return (self.a_block, self.b_block) != (None, None)
 
-    def shape(self, a, b, group_sizes, vmap_dims):
+    def shape(self, a, b, group_sizes):
         """Return the shape of the result."""
-        leading = group_sizes.shape[: vmap_dims + 1]
-        if self.by_rows:
-            leading = a.shape[:vmap_dims]
+        leading = a.shape[:-2] if self.by_rows else group_sizes.shape
         return (*leading, a.shape[-2], b.shape[-2])
 
     def names(self, *ranks):
@@ -195,7 +193,7 @@ class _RaggedMatmul(Op):
         `first`, i32 `[*vmapped]`, is the row at which the first group begins; None is
         row 0.
         """
-        shape = self.shape(a, b, group_sizes, self.vmap_dims)
+        shape = self.shape(a, b, group_sizes)
         if 0 in a.shape or 0 in b.shape:
             return (lax.full(shape, 0, self.out_dtype),)
         if first is None:
@@ -233,7 +231,7 @@ class _RaggedMatmul(Op):
 
     def cuda(self, a, b, *rest):
         *scales, group_sizes = rest[:3]
-        shape = self.shape(a, b, group_sizes, self.vmap_dims)
+        shape = self.shape(a, b, group_sizes)
         count = math.prod(a.shape[: self.vmap_dims])
 
         def merged(x):
@@ -247,8 +245,8 @@ class _RaggedMatmul(Op):
         # The kernel takes the first group at row 0: move rows there, with their scales.
         for begin in first:
             if self.by_rows:
-                a = _moved(a, -begin, 0)
-                a_scales = _moved(a_scales, -begin, 0) if self.has_blocks else a_scales
+                a = _moved(a, -begin)
+                a_scales = _moved(a_scales, -begin) if self.has_blocks else a_scales
             elif self.has_blocks:
                 # Blocks of rows cannot move: the rows before are one more group.
                 group_sizes = jnp.concatenate([begin[:, None], group_sizes], axis=1)
@@ -258,12 +256,12 @@ class _RaggedMatmul(Op):
         if self.has_blocks:
             a_scales = a_scales.mT
             b_scales = b_scales if self.by_rows else b_scales.mT
-        result = self.shape(a, b, group_sizes, 1), self.out_dtype
+        result = self.shape(a, b, group_sizes), self.out_dtype
         operands = a, b, a_scales, b_scales, group_sizes
         (out,) = _ffi.call("ragged_matmul", [result], *operands, precise=self.precise)
         for begin in first:
             if self.by_rows:
-                out = _moved(out, begin, 0)
+                out = _moved(out, begin)
             elif self.has_blocks:
                 out = out[:, 1:]
         return (out.reshape(shape),)

@@ -322,34 +322,21 @@ class _ScaledMatmul(Product):
         # Batched scales need the rule of all ops.
         if batched & {2, 3}:
             return None
-        # 1. Find the only operand that is batched, alone or with its second layout.
-        #    A bias has no room for more columns.
-        second, operands = self.second_layouts(), list(operands)
-        first, leading = min(batched), self.leading
-        has_no_room = first == 1 and self.has_bias
-        if has_no_room or first > 1 or batched != {first, second.get(first, first)}:
-            return self._share_scales(operands, batch_dims)
-        # 2. Make the batch the first dimension of m, or of n, in both layouts.
-        operands[first] = jnp.moveaxis(operands[first], batch_dims[first], leading)
-        if first in second:
-            i, place = second[first], leading + self.contracting
-            operands[i] = jnp.moveaxis(operands[i], batch_dims[i], place)
-        # 3. The result has the batch before m, or before n.
-        if first == 1:
-            return self(*operands), [leading + self.rows]
-        op = dataclasses.replace(self, rows=self.rows + 1)
-        return op(*operands), [leading]
-
-    def _share_scales(self, operands, batch_dims):
-        """Make the batch a batch dimension of a, b and the operands that are added; all
-        examples share the scales.
-        """
-        size, _ = _batching.batch_of(operands, batch_dims)
-        for i, dim in enumerate(batch_dims):
-            x = operands[i]
-            if i not in (2, 3):
-                if dim is None:
-                    x, dim = jnp.broadcast_to(x, (size, *x.shape)), 0
-                operands[i] = jnp.moveaxis(x, dim, self.vmap_dims)
-        op = dataclasses.replace(self, batch=self.batch + 1)
-        return op(*operands), [self.vmap_dims]
+        operands, place = list(operands), self.leading
+        if batched == {0}:
+            # The batch is the first dimension of m.
+            op, out_dim = dataclasses.replace(self, rows=self.rows + 1), place
+        elif batched == {1} and not self.has_bias:
+            # That of n; a bias would have no room for more columns.
+            op, out_dim = self, place + self.rows
+        else:
+            op = dataclasses.replace(self, batch=self.batch + 1)
+            place = out_dim = self.vmap_dims
+            size, _ = _batching.batch_of(operands, batch_dims)
+            batched = set(range(len(operands))) - {2, 3}
+        for i in batched:
+            x, dim = operands[i], batch_dims[i]
+            if dim is None:
+                x, dim = jnp.broadcast_to(x, (size, *x.shape)), 0
+            operands[i] = jnp.moveaxis(x, dim, place)
+        return op(*operands), [out_dim]
