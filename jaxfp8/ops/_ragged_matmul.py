@@ -24,6 +24,8 @@ _FEWEST_ROWS, _MOST_ROWS = 32, 512
 # The blocks that Hopper's kernel has, those of DeepSeek-V3: of all operands, and of the
 # matrices of groups of rows.
 _TILE, _SQUARE = (1, 128), (128, 128)
+# The dimension numbers of two matrices whose columns are contracted.
+_BY_COLUMNS = (((1,), (1,)), ((), ()))
 
 
 def ragged_matmul(
@@ -111,9 +113,10 @@ def ragged_matmul(
         op, "b_", b_scale_inv, b_block, leading, b_rows, b_cols
     )
     options = np.dtype(out_dtype), precise, a_block, b_block
-    op = _RaggedMatmul(ragged == "rows", *options, has_b_t=b_t is not None)
-    second = [b_t] * op.has_b_t
-    return op(a, b, a_scale_inv, b_scale_inv, group_sizes, *second)[0]
+    second = (1,) * (b_t is not None)
+    op = _RaggedMatmul(ragged == "rows", *options, second=second)
+    rest = [b_t] * len(second)
+    return op(a, b, a_scale_inv, b_scale_inv, group_sizes, *rest)[0]
 
 
 def _moved(x, shifts, axis=0):
@@ -124,22 +127,21 @@ def _moved(x, shifts, axis=0):
 
 
 class _RaggedMatmul(Op):
-    """The operands are a, b, a_scale_inv, b_scale_inv, group_sizes, and b_t if
-    `has_b_t`.
+    """The operands are a, b, a_scale_inv, b_scale_inv, group_sizes, and b_t where b has
+    a second layout.
 
     Attributes:
         by_rows: whether the groups cut the rows of a; else they cut the contraction.
         out_dtype, precise, a_block, b_block: as `ragged_matmul` takes them.
-        has_b_t: whether there is a second layout of b.
     """
 
     name = "ragged_matmul"
+    turned = turned_codes
     by_rows: bool
     out_dtype: np.dtype
     precise: bool
     a_block: tuple | None
     b_block: tuple | None
-    has_b_t: bool
 
     @property
     def has_blocks(self):
@@ -162,7 +164,6 @@ class _RaggedMatmul(Op):
         operands.append(_blocks.scale_names(leading, n, k, self.b_block))
         # Where a group begins depends on the sizes of all before it.
         operands.append(((f"{WHOLE}_g",),))
-        operands += [(leading, k, n)] * self.has_b_t
         return operands, [out]
 
     def sizes(self, *shapes):
@@ -170,12 +171,6 @@ class _RaggedMatmul(Op):
 
     def dtypes(self, *operands):
         return [self.out_dtype]
-
-    def second_layouts(self):
-        return {1: 5} if self.has_b_t else {}
-
-    def turned(self, second):
-        return turned_codes(self, second, 1, 1)
 
     def reference(
         self,
@@ -278,9 +273,9 @@ class _RaggedMatmul(Op):
         #    device.
         rows = matrices[0].shape[-2 if self.by_rows else -1]
         groups = group_sizes.shape[-1] // group_shards
-        ends = ends_of_groups(group_sizes, rows * row_shards) - row * rows
-        begin = lax.full_like(ends[..., :1], 0) - row * rows
-        bounds = jnp.clip(jnp.concatenate([begin, ends], axis=-1), 0, rows)
+        ends = ends_of_groups(group_sizes, rows * row_shards)
+        bounds = jnp.concatenate([lax.full_like(ends[..., :1], 0), ends], axis=-1)
+        bounds = jnp.clip(bounds - row * rows, 0, rows)
         # 2. Take the groups of this device.
         bounds = lax.dynamic_slice_in_dim(bounds, group * groups, groups + 1, axis=-1)
         operands = [*matrices, jnp.diff(bounds)]
@@ -335,28 +330,21 @@ def _over_chunks(body, shape, m, group_sizes, first):
     sizes = jnp.diff(ends, prepend=lax.full((1,), 0, jnp.int32))
     counts = (sizes + (rows - 1)) // rows
     chunks, ends = jnp.cumsum(counts, dtype=jnp.int32), ends + first
+    # where chunk 0 would begin if it were of the group
+    starts = ends - sizes - (chunks - counts) * rows
 
     def step(i, out):
         # 1. Find the group of chunk i, and the first row of the chunk.
         group = jnp.sum((chunks <= i).astype(jnp.int32))
-        end, size = ends[group], sizes[group]
-        count = (size + (rows - 1)) // rows
-        start = end - size + (i - (chunks[group] - count)) * rows
+        start = starts[group] + i * rows
         # 2. Keep the window inside the matrix, and mask its rows that are not of the
         #    chunk.
         begin = jnp.minimum(start, m - rows)
         row = begin + lax.iota(jnp.int32, rows)
-        inside = (row >= start) & (row < jnp.minimum(start + rows, end))
+        inside = (row >= start) & (row < jnp.minimum(start + rows, ends[group]))
         return body(out, group, begin, inside)
 
     return lax.fori_loop(0, chunks[-1], step, lax.full(shape, 0, jnp.float32))
-
-
-def _dot(a, b, precision):
-    contract = (((1,), (1,)), ((), ()))
-    return lax.dot_general(
-        a, b, contract, precision=precision, preferred_element_type=jnp.float32
-    )
 
 
 def ragged_rows(a, b, group_sizes, first, precision):
@@ -365,7 +353,7 @@ def ragged_rows(a, b, group_sizes, first, precision):
     def body(out, group, begin, inside):
         rows = lax.dynamic_slice_in_dim(a, begin, inside.size, axis=0)
         matrix = lax.dynamic_index_in_dim(b, group, axis=0, keepdims=False)
-        new = _dot(rows, matrix, precision)
+        new = lax.dot_general(rows, matrix, _BY_COLUMNS, precision, jnp.float32)
         old = lax.dynamic_slice_in_dim(out, begin, inside.size, axis=0)
         new = jnp.where(inside[:, None], new, old)
         return lax.dynamic_update_slice_in_dim(out, new, begin, axis=0)
@@ -383,7 +371,8 @@ def ragged_contraction(a, b, group_sizes, first, precision):
             return jnp.where(inside[None, :], x, lax.full(x.shape, 0, x.dtype))
 
         old = lax.dynamic_index_in_dim(out, group, axis=0, keepdims=False)
-        new = old + _dot(columns(a), columns(b), precision)
+        both = columns(a), columns(b)
+        new = old + lax.dot_general(*both, _BY_COLUMNS, precision, jnp.float32)
         return lax.dynamic_update_index_in_dim(out, new, group, axis=0)
 
     (p, m), (n, _) = a.shape, b.shape
