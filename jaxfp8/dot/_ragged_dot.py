@@ -26,7 +26,6 @@ from ._dot_general import (
 from ._fused_input import Activated, FusedInput, Normalized
 from ._gemms import Product
 from ._high_precision import is_blockwise, multiply_values
-from ._layout import Layout
 
 
 def ragged_dot(
@@ -107,13 +106,12 @@ def ragged_product(
     rhs,
     group_sizes,
     *,
-    recipe,
-    state=None,
-    preferred_element_type=None,
-    records_grad=True,
     has_zeros_beyond=False,
+    **options,
 ) -> jax.Array:
-    """Compute `ragged_dot`; the last two are fields of `RaggedProduct`."""
+    """Compute `ragged_dot` with its options and, beside them, fields of
+    `RaggedProduct`.
+    """
     # 1. Check the operands.
     op = "ragged_dot"
     group_sizes = _checks.group_sizes(op, group_sizes)
@@ -128,15 +126,12 @@ def ragged_product(
     (y,) = multiply_operands(
         op,
         RaggedProduct,
-        recipe,
-        state,
-        (lhs, rhs),
-        (keeps_zeros, False),
-        preferred_element_type=preferred_element_type,
+        operands=(lhs, rhs),
+        can_fuse=(keeps_zeros, False),
         group_sizes=group_sizes,
-        dimension_numbers=(((1,), (1,)), ((), ())),
-        records_grad=records_grad,
+        dimension_numbers=(((1,), (1,)), ((), (0,))),  # the matrices are a batch
         has_zeros_beyond=has_zeros_beyond,
+        **options,
     )
     return y
 
@@ -172,12 +167,6 @@ class RaggedProduct(Product):
 
     names = ("ragged_dot: lhs", "ragged_dot: rhs")
     dims = ("m", "k"), ("g", "k", "n"), ("m", "n")
-
-    def layouts(self, x_shape, kernel_shape) -> tuple[Layout, Layout]:
-        """Return the layouts of operands of these shapes; the matrices of rhs are a
-        batch.
-        """
-        return Layout(x_shape, (), (1,)), Layout(kernel_shape, (0,), (1,))
 
     def in_groups(self, x, group_sizes):
         """Set the rows of x beyond the last group to zero."""
