@@ -28,9 +28,7 @@ def experts_over(layer: Any) -> tuple[int, Callable[..., Route]]:
             f"{capacity}"
         )
     mesh = jax.sharding.get_abstract_mesh()
-    if axis is None or mesh.empty:
-        return count, Route
-    if axis not in mesh.axis_names:
+    if not mesh.empty and axis not in (None, *mesh.axis_names):
         raise ValueError(
             "Experts: expert_axis: expected an axis of the mesh, which has "
             f"{mesh.axis_names}, got {axis!r}; None keeps all experts on each device"

@@ -311,7 +311,7 @@ def _operand(product, i, operand, layout, codes, scales, is_read_again):
     else:
         q = _in_order(product.names[i], codes, layout, options)
         if i == 0 and is_kept and q.data_t is None and not q.has_one_code:
-            q = _with_columnwise(q, product, options._replace(contract_first=False))
+            q = _with_columnwise(q, product, options)
     # 2. Take the layouts of both products.
     batch, first = len(layout.batch), layout.contract_first
     last, residual = both_layouts(q, batch, first, is_kept)
@@ -486,12 +486,12 @@ def _in_order(
         # Scales that were made without the product count batch dimensions as rows.
         leading = data.shape[:batch]
         q = q.map_scales(lambda x: x.reshape(*leading, -1, x.shape[-1]))
-    is_other = is_moved or cols != q.cols
-    if q.scale_inv is not None and q.scale_inv.ndim != batch + 2:
-        is_other = True
-    if q.data_t is None and options.contract_first and not q.has_one_code:
-        is_other = True
-    if is_other:
+    if (
+        is_moved
+        or cols != q.cols
+        or (q.scale_inv is not None and q.scale_inv.ndim != batch + 2)
+        or (q.data_t is None and options.contract_first and not q.has_one_code)
+    ):
         raise ValueError(
             f"{name}: a QTensor with a scale for each block of {q.block} fits "
             f"products that contract its rows or its last {q.cols} dimensions; "

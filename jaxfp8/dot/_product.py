@@ -144,8 +144,9 @@ def _abstract(x, kernel, *leaves, product, tree):
         return [dot]
     name = "activation: the product"
     _quantize_activation.check("dot_general", dot, product.activation, name)
-    names = tuple(range(dot.ndim))
-    kept = names[:-2] + names[-1:] if ops.is_gated(product.activation) else names
+    names = kept = tuple(range(dot.ndim))
+    if ops.is_gated(product.activation):
+        kept = names[:-2] + names[-1:]
     return [dot, *_mesh.types([dot], [names], [kept], [dot.dtype], {})]
 
 

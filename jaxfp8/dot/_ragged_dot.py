@@ -121,7 +121,14 @@ def ragged_product(
     # rows beyond the last group would not be zeros: a norm adds its bias to them
     keeps_zeros = getattr(lhs, "bias", None) is None
     lhs, rhs = operand("ragged_dot: lhs", lhs), operand("ragged_dot: rhs", rhs)
-    _check_shapes(lhs.array.shape, rhs.array.shape, group_sizes.size)
+    x, kernel, groups = lhs.array.shape, rhs.array.shape, group_sizes.size
+    if len(x) != 2:
+        raise ValueError(f"ragged_dot: lhs: expected [m, k], got {x}")
+    if len(kernel) != 3 or kernel[:2] != (groups, x[1]):
+        raise ValueError(
+            f"ragged_dot: rhs: expected [{groups}, {x[1]}, n] to go with "
+            f"lhs{list(x)} and {groups} group_sizes, got {kernel}"
+        )
     # 2. Multiply.
     (y,) = multiply_operands(
         op,
@@ -134,16 +141,6 @@ def ragged_product(
         **options,
     )
     return y
-
-
-def _check_shapes(lhs, rhs, groups: int) -> None:
-    if len(lhs) != 2:
-        raise ValueError(f"ragged_dot: lhs: expected [m, k], got {lhs}")
-    if len(rhs) != 3 or rhs[:2] != (groups, lhs[1]):
-        raise ValueError(
-            f"ragged_dot: rhs: expected [{groups}, {lhs[1]}, n] to go with "
-            f"lhs{list(lhs)} and {groups} group_sizes, got {rhs}"
-        )
 
 
 # Of `[m, k]` and `[g, n, k]`; for wgrad of `[k, m]` and `[n, m]`.
@@ -199,11 +196,12 @@ class RaggedProduct(Product):
             # run one after the other.
             @jax.custom_batching.sequential_vmap
             def multiply(a, b, group_sizes):
-                sizes = _in_bounds(group_sizes, a.shape[is_wgrad])
-                numbers = _NUMBERS[is_wgrad]
-                dtype = promoted(a, jnp.float32)
                 return lax.ragged_dot_general(
-                    a, b, sizes, numbers, preferred_element_type=dtype
+                    a,
+                    b,
+                    _in_bounds(group_sizes, a.shape[is_wgrad]),
+                    _NUMBERS[is_wgrad],
+                    preferred_element_type=promoted(a, jnp.float32),
                 )
 
             y = multiply_values(multiply, a, b, out_dtype, group_sizes)

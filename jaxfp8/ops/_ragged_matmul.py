@@ -13,8 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 from . import _blocks, _ffi
 from ._partition import WHOLE
 from ._primitive import Op
-from ._quantize import widening_on_cpu
-from ._scaled_matmul import to_f32
+from ._scaled_matmul import _ScaledMatmul, to_f32
 from ._shapes import rescaled
 from ._transpose_codes import turned_codes
 
@@ -137,6 +136,8 @@ class _RaggedMatmul(Op):
 
     name = "ragged_matmul"
     turned = turned_codes
+    # As of one matrix: codes are widened to bfloat16 on CPUs.
+    cpu, dtypes = _ScaledMatmul.cpu, _ScaledMatmul.dtypes
     by_rows: bool
     out_dtype: np.dtype
     precise: bool
@@ -168,9 +169,6 @@ class _RaggedMatmul(Op):
 
     def sizes(self, *shapes):
         return {} if self.by_rows else {"g0": shapes[4][0]}
-
-    def dtypes(self, *operands):
-        return [self.out_dtype]
 
     def reference(
         self,
@@ -220,10 +218,6 @@ class _RaggedMatmul(Op):
         out = rescaled(out, a_scale_inv, b_scale_inv)
         return (out.astype(self.out_dtype),)
 
-    def cpu(self, *operands):
-        """Widen to bfloat16, as scaled_matmul does on CPUs."""
-        return self.reference(*operands, widen=widening_on_cpu())
-
     def cuda(self, a, b, *rest):
         *scales, group_sizes = rest[:3]
         shape = self.shape(a, b, group_sizes)
@@ -241,7 +235,8 @@ class _RaggedMatmul(Op):
         for begin in first:
             if self.by_rows:
                 a = _moved(a, -begin)
-                a_scales = _moved(a_scales, -begin) if self.has_blocks else a_scales
+                if self.has_blocks:
+                    a_scales = _moved(a_scales, -begin)
             elif self.has_blocks:
                 # Blocks of rows cannot move: the rows before are one more group.
                 group_sizes = jnp.concatenate([begin[:, None], group_sizes], axis=1)
@@ -250,7 +245,8 @@ class _RaggedMatmul(Op):
         # The scales of one block of all rows lie side by side, as they were written.
         if self.has_blocks:
             a_scales = a_scales.mT
-            b_scales = b_scales if self.by_rows else b_scales.mT
+            if not self.by_rows:
+                b_scales = b_scales.mT
         result = self.shape(a, b, group_sizes), self.out_dtype
         operands = a, b, a_scales, b_scales, group_sizes
         (out,) = _ffi.call("ragged_matmul", [result], *operands, precise=self.precise)
