@@ -106,7 +106,7 @@ class ExchangedRoute(Route):
         """Return the rows of the slots; zeros for those without a slot."""
         return rows.at[self._slot].get(unique_indices=True, mode="fill", fill_value=0)
 
-    def first(self, rows, *others, recipe, state, preferred_element_type):
+    def first(self, rows, *rest, recipe, state, preferred_element_type):
         """Send rows as the codes that the product multiplies."""
 
         def move(rows):
@@ -119,7 +119,7 @@ class ExchangedRoute(Route):
             rows = q.moved(move)
         return Route.first(
             rows,
-            *others,
+            *rest,
             recipe=recipe,
             state=state,
             preferred_element_type=preferred_element_type,
