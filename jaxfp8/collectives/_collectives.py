@@ -16,7 +16,6 @@ from numpy.lib.array_utils import normalize_axis_index
 
 from .._jax import _mesh
 from ..dot import (
-    Static,
     as_read_residual,
     as_residual,
     checked_quantizers,
@@ -92,10 +91,10 @@ def all_to_all(
             missing, or has another shape or history length; or the collective cuts or
             joins the last dimension, along which elements share scales.
     """
-    op = "all_to_all"
-    split_axis = _axis(op, "split_axis", split_axis, x)
-    concat_axis = _axis(op, "concat_axis", concat_axis, x)
-    both = AllToAll(_names(axis_name), (split_axis, concat_axis), tiled)
+    ndim = np.ndim(x)
+    split_axis = normalize_axis_index(split_axis, ndim, "all_to_all: split_axis")
+    concat_axis = normalize_axis_index(concat_axis, ndim, "all_to_all: concat_axis")
+    both = AllToAll(axis_name, (split_axis, concat_axis), tiled)
     return transfer(both, x, recipe, state)
 
 
@@ -127,20 +126,9 @@ def all_gather(
     Raises:
         NameError, TypeError, ValueError: see `all_to_all`.
     """
-    axis = _axis("all_gather", "axis", axis, x, more=0 if tiled else 1)
-    return transfer(AllGather(_names(axis_name), (axis,), tiled), x, recipe, state)
-
-
-def _names(axis_name):
-    """Return mesh axes as a tuple."""
-    return tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
-
-
-def _axis(op, name, axis, x, more=0):
-    """Return a dimension of x, or of a result with `more` dimensions, counted from the
-    front.
-    """
-    return normalize_axis_index(axis, np.ndim(x) + more, f"{op}: {name}")
+    ndim = np.ndim(x) + int(not tiled)
+    axis = normalize_axis_index(axis, ndim, "all_gather: axis")
+    return transfer(AllGather(axis_name, (axis,), tiled), x, recipe, state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +137,7 @@ class AllToAll:
     `send_back` the cotangent of the result.
 
     Attributes:
-        axis_names: the mesh axes.
+        axis_name: a mesh axis, or several.
         axes: the dimensions of the result that the collective cuts or joins.
         tiled: see `jax.lax.all_to_all`.
         name: the name of the public function, for messages.
@@ -157,17 +145,17 @@ class AllToAll:
             cannot take codes.
     """
 
-    axis_names: tuple[str, ...]
+    axis_name: str | tuple[str, ...]
     axes: tuple[int, ...]
     tiled: bool
     name = "all_to_all"
     sums_back = False
 
     def send(self, x):
-        return lax.all_to_all(x, self.axis_names, *self.axes, tiled=self.tiled)
+        return lax.all_to_all(x, self.axis_name, *self.axes, tiled=self.tiled)
 
     def send_back(self, x):
-        return lax.all_to_all(x, self.axis_names, *self.axes[::-1], tiled=self.tiled)
+        return lax.all_to_all(x, self.axis_name, *self.axes[::-1], tiled=self.tiled)
 
 
 class AllGather(AllToAll):
@@ -177,12 +165,11 @@ class AllGather(AllToAll):
     sums_back = True
 
     def send(self, x):
-        return lax.all_gather(x, self.axis_names, axis=self.axes[0], tiled=self.tiled)
+        return lax.all_gather(x, self.axis_name, axis=self.axes[0], tiled=self.tiled)
 
     def send_back(self, x):
-        (axis,) = self.axes
         return lax.psum_scatter(
-            x, self.axis_names, scatter_dimension=axis, tiled=self.tiled
+            x, self.axis_name, scatter_dimension=self.axes[0], tiled=self.tiled
         )
 
 
@@ -196,13 +183,13 @@ def transfer(collective, x, recipe, state, part=None) -> QTensor:
     """
     x = _checks.high_precision(collective.name, "x", x, 1)
     if recipe is None:
-        recipe, state = HighPrecision(pipeline_axes=()), None
+        recipe = HighPrecision(pipeline_axes=())
     quantizers, state = checked_quantizers(collective.name, recipe, state)
     if x.size == 0:  # an array without elements leaves the state as it is
-        quantizers = HighPrecision().quantizers()
-        state = DotGeneralState(None, None, None)
+        quantizers, state = checked_quantizers(collective.name, HighPrecision(), None)
     both = _Transfer(
         collective,
+        jax.typeof(x),
         quantizers,
         AmaxReduction.for_recipe(recipe),
         _support.selected(),
@@ -223,6 +210,7 @@ class _Transfer:
 
     Attributes:
         collective: the collective, forward and back.
+        x_type: the type of x.
         quantizers: the quantizers of x, of the kernel, which a transfer does not use,
             and of the cotangent.
         reduce: `(amax, state) -> amax`, over the mesh.
@@ -234,14 +222,15 @@ class _Transfer:
     """
 
     collective: AllToAll
+    x_type: jax.core.ShapedArray
     quantizers: tuple
     reduce: AmaxReduction
     implementation: str | None
     part: str | None = None
 
-    def move(self, send, quantizer, x, scale, dtype):
-        """Send the codes of x by `send`; return their values in `dtype`, the codes, and
-        the QTensor for the next state.
+    def move(self, send, quantizer, x, scale):
+        """Send the codes of x by `send`; return their values in the dtype of x, the
+        codes, and the QTensor for the next state.
 
         In high precision, without a scale, x travels as it is, and the codes are None.
         """
@@ -249,16 +238,16 @@ class _Transfer:
         q, _ = quantizer.quantize_operand(x, scale, options)
         data = through_bytes(send, q.data)
         if q.scale_inv is None:
-            return data.astype(dtype), None, q.for_next_state()
+            return data.astype(x.dtype), None, q.for_next_state()
         scale_inv, block = self.send_scales(send, q, data, quantizer)
         codes = QTensor(data, scale_inv, block=block, power_2_scale=q.power_2_scale)
-        return codes.dequantize(dtype), codes, q.for_next_state()
+        return codes.dequantize(x.dtype), codes, q.for_next_state()
 
     def send_scales(self, send, q, data, quantizer):
         """Return the scales of the codes `data` that arrived, and their block."""
         # 1. Send no scale where all devices have the same scale: types tell, or the
         #    reduction of amaxes tells.
-        axes, agreed = set(self.collective.axis_names), self.reduce.axes
+        axes, agreed = set(_mesh.axes_of(self.collective.axis_name)), self.reduce.axes
         if q.has_one_scale:
             if agreed is None:
                 is_same = not axes & _mesh.varying(q.scale_inv)
@@ -288,17 +277,15 @@ def _forward(both, x, state, has_backward):
     """Return the results of `_transfer`, and the residuals
     `(q, scale of the gradient, reading)`.
     """
-    scales = scales_of(both.quantizers, state, has_backward)
-    quantizer, scale, grad_scale = (
-        both.quantizers.input,
-        scales.input,
-        scales.output_grad,
-    )
-    if both.part == "input":
-        grad_scale = None
-    elif both.part == "output_grad":
-        quantizer, scale = HighPrecisionQuantizer(), None
-    source, codes, q = both.move(both.collective.send, quantizer, x, scale, x.dtype)
+    quantizer, send = both.quantizers.input, both.collective.send
+    with _support.using(both.implementation):
+        scales = scales_of(both.quantizers, state, has_backward)
+        grad_scale = scales.output_grad
+        if both.part == "input":
+            grad_scale = None
+        elif both.part == "output_grad":
+            quantizer = HighPrecisionQuantizer()
+        source, codes, q = both.move(send, quantizer, x, scales.input)
     codes = as_read_residual(codes)
     return (source, codes), (q, grad_scale, reading_of(state))
 
@@ -308,8 +295,7 @@ def _transfer(both, x, state):
     """Return the values that arrive, in the dtype of x, and their codes; XLA drops
     values that no code reads.
     """
-    with _support.using(both.implementation):
-        return _forward(both, x, state, False)[0]
+    return _forward(both, x, state, False)[0]
 
 
 def _transfer_fwd(both, x, state):
@@ -317,33 +303,30 @@ def _transfer_fwd(both, x, state):
     # all of training.
     warn_of_state(both.quantizers, [leaf.perturbed for leaf in jax.tree.leaves(state)])
     x, state = x.value, jax.tree.map(lambda leaf: leaf.value, state)
-    with _support.using(both.implementation):
-        results, residuals = _forward(both, x, state, True)
-    return results, (as_residual(residuals), Static(jax.typeof(x)))
+    results, residuals = _forward(both, x, state, True)
+    return results, as_residual(residuals)
 
 
 def _transfer_bwd(both, residuals, cotangents):
     """Send the cotangent back as codes of `output_grad`; where devices add cotangents,
     in its own dtype.
     """
-    (q, grad_scale, reading), x = residuals
+    q, grad_scale, reading = residuals
     ct, _ = cotangents
     # A cotangent of zeros is quantized all the same: x has run, so its state has a next
     # value.
     if isinstance(ct, SymbolicZero):
         ct = jnp.zeros(ct.shape, ct.dtype)
-    quantizer = both.quantizers.output_grad
+    quantizer, send_back = both.quantizers.output_grad, both.collective.send_back
     if both.collective.sums_back:
         quantizer = HighPrecisionQuantizer()
     with _support.using(both.implementation):
-        dx, _, grad = both.move(
-            both.collective.send_back, quantizer, ct, grad_scale, x.value.dtype
-        )
+        dx, _, grad = both.move(send_back, quantizer, ct, grad_scale)
         if both.part == "input":
             grad = None
         recorded = cotangent(both.quantizers, [q, None, grad], reading, both.reduce)
     # The cotangent of a replicated x is the sum over the devices.
-    return _mesh.cotangent_of(x.value, dx), recorded
+    return _mesh.cotangent_of(both.x_type, dx), recorded
 
 
 _transfer.defvjp(_transfer_fwd, _transfer_bwd, symbolic_zeros=True)

@@ -3,22 +3,13 @@ codes, and results come back.
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ..dot import (
-    Order,
-    Route,
-    permuted,
-    ragged_product,
-    restored,
-    sorted_by_expert,
-)
-from ..recipes import QTensor
+from ..dot import Route, is_expert, sorted_by_expert, taken
 from ._collectives import AllToAll, transfer
 
 
@@ -37,9 +28,7 @@ def experts_over(layer: Any) -> tuple[int, Callable[..., Route]]:
             f"{capacity}"
         )
     mesh = jax.sharding.get_abstract_mesh()
-    if axis is None or mesh.empty:
-        return count, Route
-    if axis not in mesh.axis_names:
+    if not mesh.empty and axis not in (None, *mesh.axis_names):
         raise ValueError(
             "Experts: expert_axis: expected an axis of the mesh, which has "
             f"{mesh.axis_names}, got {axis!r}; None keeps all experts on each device"
@@ -84,95 +73,68 @@ class ExchangedRoute(Route):
         expert: jax.Array,
         count: int,
     ):
-        rows = expert.size
+        rows, local = expert.size, count // devices
         slots = rows if capacity is None else min(capacity, rows)
-        self._shape = devices, slots
-        self._exchange = AllToAll((axis,), (0, 0), tiled=True)
-        # 1. Give each row a slot, in the order of experts. Rows of no expert come last,
-        #    and behind all slots, with those that are too many for their device.
-        order, sizes = sorted_by_expert(expert, count)
-        sizes = sizes.reshape(devices, count // devices)
-        ends = _cumsum(jnp.sum(sizes, axis=1, dtype=jnp.int32))
-        begins = jnp.concatenate([jnp.zeros_like(ends[:1]), ends])
-        at = jnp.arange(rows, dtype=jnp.int32)
-        device = _find(ends, at)
-        slot = at - begins[device]
-        fits = (device < devices) & (slot < slots)
-        slot = jnp.where(fits, device * slots + slot, devices * slots + at)
-        self._slot = restored(slot, order)
-        self.dropped = ends[-1] - jnp.sum(fits, dtype=jnp.int32)
+        self._count = devices * slots
+        self._exchange = AllToAll(axis, (0, 0), tiled=True)
+        # 1. Give each row a slot, in the order of experts. Rows of no expert come
+        #    behind all slots, with those that are too many for their device.
+        _, place, sizes = sorted_by_expert(expert, count)
+        sizes = sizes.reshape(devices, local)
+        of_device = jnp.sum(sizes, axis=1, dtype=jnp.int32)
+        device = (expert // local).astype(jnp.int32)
+        slot = place - (jnp.cumsum(of_device) - of_device)[device]
+        has_expert = is_expert(expert, count)
+        fits = has_expert & (slot < slots)
+        self._slot = jnp.where(fits, device * slots + slot, self._count + place)
+        self.dropped = jnp.sum(has_expert & ~fits, dtype=jnp.int32)
         # 2. Find the expert of each slot that arrives: those of a device come in the
         #    order of experts, and zeros behind them.
-        ends = self._exchange.send(_cumsum(sizes))
-        at = jnp.arange(slots, dtype=jnp.int32)
-        arrived = jax.vmap(_find, in_axes=(0, None))(ends, at)
-        self._order, self.group_sizes = sorted_by_expert(
-            arrived.reshape(-1), count // devices
+        ends = self._exchange.send(jnp.cumsum(sizes, axis=1))
+        at = jnp.arange(slots, dtype=jnp.int32)[None, None]
+        arrived = jnp.sum(ends[:, :, None] <= at, axis=1, dtype=jnp.int32)
+        self._to, self._back, self.group_sizes = sorted_by_expert(
+            arrived.reshape(-1), local
         )
 
     def placed(self, rows: jax.Array) -> jax.Array:
         """Return rows in their slots, `[devices * slots, k]`."""
-        slots = jnp.zeros((math.prod(self._shape), rows.shape[-1]), rows.dtype)
+        slots = jnp.zeros((self._count, rows.shape[-1]), rows.dtype)
         return slots.at[self._slot].set(rows, unique_indices=True, mode="drop")
 
     def restored(self, rows: jax.Array) -> jax.Array:
         """Return the rows of the slots; zeros for those without a slot."""
         return rows.at[self._slot].get(unique_indices=True, mode="fill", fill_value=0)
 
-    def first(
-        self, rows, kernel, group_sizes, *, recipe, state, preferred_element_type
-    ):
+    def first(self, rows, *rest, recipe, state, preferred_element_type):
         """Send rows as the codes that the product multiplies."""
+
+        def move(rows):
+            return taken(rows, self._to, self._back)
+
         q = transfer(self._exchange, rows, recipe, state, "input")
-        rows = _permuted(q, self._order)
-        return ragged_product(
+        if q.scale_inv is None:
+            rows = move(q.data)
+        else:
+            rows = q.moved(move)
+        return Route.first(
             rows,
-            kernel,
-            group_sizes,
+            *rest,
             recipe=recipe,
             state=state,
             preferred_element_type=preferred_element_type,
-            has_zeros_beyond=True,
         )
 
-    def second(
-        self, rows, kernel, group_sizes, *, recipe, state, preferred_element_type
-    ):
+    def second(self, *operands, recipe, state, preferred_element_type):
         """Send results back; their gradients come as the codes that the product
         multiplies, whose amax the transfer records.
         """
-        y = ragged_product(
-            rows,
-            kernel,
-            group_sizes,
+        y = Route.second(
+            *operands,
             recipe=recipe,
             state=state,
             preferred_element_type=preferred_element_type,
             records_grad=False,
-            has_zeros_beyond=True,
         )
-        y = restored(y, self._order)
+        y = taken(y, self._back, self._to)
         return transfer(self._exchange, y, recipe, state, "output_grad").data
-
-
-def _cumsum(sizes):
-    return jnp.cumsum(sizes, axis=-1, dtype=jnp.int32)
-
-
-def _find(ends, at):
-    """Return in which of the groups with these ends each position lies."""
-    # without a loop, which would be many launches
-    return jnp.searchsorted(ends, at, side="right", method="compare_all")
-
-
-def _permuted(q: QTensor, order: Order) -> QTensor | jax.Array:
-    """Return the rows of codes that arrived in this order; of an array in high
-    precision the array.
-    """
-
-    def move(rows):
-        return permuted(rows, order)
-
-    if q.scale_inv is None:
-        return move(q.data)
-    return q.moved(move)

@@ -2,7 +2,7 @@
 wgrad; fused inputs.
 """
 
-from ._autodiff import Static, vmapped_state, warn_of_state
+from ._autodiff import vmapped_state, warn_of_state
 from ._calls import DotGeneralCall, EinsumCall, RaggedDotCall, StatefulProduct
 from ._compute_dtype import (
     gated_activation,
@@ -14,13 +14,12 @@ from ._compute_dtype import (
 from ._dot_general import checked_quantizers, dot_general
 from ._einsum import einsum
 from ._experts import (
-    Order,
     Route,
     columns,
+    is_expert,
     mixture,
-    permuted,
-    restored,
     sorted_by_expert,
+    taken,
 )
 from ._fused_input import (
     Activated,
@@ -32,4 +31,4 @@ from ._fused_input import (
     normalized,
 )
 from ._layers_by_rule import Parameters, dense_layers, gated_layers, layers_call
-from ._ragged_dot import ragged_dot, ragged_product
+from ._ragged_dot import ragged_dot

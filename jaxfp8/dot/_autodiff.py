@@ -6,7 +6,6 @@ cotangents of an argument that the examples share, which is right for a kernel a
 for a state.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -32,16 +31,6 @@ _NO_STATE = (
     "jaxfp8.linen.TrainState.create(params=variables, ...)); or take "
     "Float8CurrentScaling"
 )
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class Static:
-    """Hashable data among the residuals of a `custom_vjp`, which are arrays
-    otherwise.
-    """
-
-    value: Any
 
 
 def vmapped_state(state, *operands):

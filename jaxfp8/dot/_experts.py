@@ -4,7 +4,6 @@ experts, and the rows of a token become its result.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,15 +42,15 @@ class Route:
 
     def __init__(self, expert: jax.Array, count: int):
         self._is_expert = is_expert(expert, count)
-        self._order, self.group_sizes = sorted_by_expert(expert, count)
+        self._to, self._back, self.group_sizes = sorted_by_expert(expert, count)
 
     def placed(self, rows: jax.Array) -> jax.Array:
         """Return rows, in the order of `expert`, as the first product takes them."""
-        return permuted(self._of_experts(rows), self._order)
+        return taken(self._of_experts(rows), self._to, self._back)
 
     def restored(self, rows: jax.Array) -> jax.Array:
         """Return results of the second product in the order of `expert`."""
-        return self._of_experts(restored(rows, self._order))
+        return self._of_experts(taken(rows, self._back, self._to))
 
     def _of_experts(self, rows):
         return jnp.where(self._is_expert[:, None], rows, 0)
@@ -87,21 +86,10 @@ def mixture(
     if is_gated(layer.activation):
         hidden = hidden.reshape(hidden.shape[0], 2, hidden.shape[1] // 2)
     rows = wo(activated(hidden, layer.activation), way.group_sizes, way.second)
-    # 3. Put the rows back, and add up those of a token.
+    # 3. Put the rows back, and add up those of a token in float32.
     y = way.restored(rows).reshape(*leading, chosen, rows.shape[-1])
-    return _weighted_sum(y, weights)
-
-
-class Order(NamedTuple):
-    """An order of rows.
-
-    Attributes:
-        to: int32 `[m]`, which row comes at each place.
-        back: int32 `[m]`, the place of each row.
-    """
-
-    to: jax.Array
-    back: jax.Array
+    weighted = y.astype(jnp.float32) * weights.astype(jnp.float32)[..., None]
+    return jnp.sum(weighted, axis=-2).astype(y.dtype)
 
 
 def is_expert(expert: jax.Array, count: int) -> jax.Array:
@@ -109,9 +97,15 @@ def is_expert(expert: jax.Array, count: int) -> jax.Array:
     return (expert >= 0) & (expert < count)
 
 
-def sorted_by_expert(expert: jax.Array, count: int) -> tuple[Order, jax.Array]:
-    """Return the order that sorts rows by their expert, and the rows of each expert,
-    int32 `[count]`; rows of no expert come last.
+def sorted_by_expert(
+    expert: jax.Array, count: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the order that sorts rows by their expert, and the rows of each expert;
+    rows of no expert come last.
+
+    Returns:
+        `(to, back, sizes)`: int32 `[m]`, which row comes at each place; int32 `[m]`,
+        the place of each row; int32 `[count]`.
     """
     last = jnp.where(is_expert(expert, count), expert, count).astype(jnp.int32)
     to = jnp.argsort(last, stable=True).astype(jnp.int32)
@@ -128,33 +122,17 @@ def sorted_by_expert(expert: jax.Array, count: int) -> tuple[Order, jax.Array]:
     )
     # compared with each expert: a scatter would be two launches, and atomic
     is_of = jnp.arange(count, dtype=jnp.int32)[:, None] == last[None]
-    return Order(to, back), jnp.sum(is_of, axis=1, dtype=jnp.int32)
-
-
-def permuted(rows: jax.Array, order: Order) -> jax.Array:
-    """Return the rows in this order."""
-    return _taken(rows, *order)
-
-
-def restored(rows: jax.Array, order: Order) -> jax.Array:
-    """Undo `permuted`."""
-    return _taken(rows, order.back, order.to)
+    return to, back, jnp.sum(is_of, axis=1, dtype=jnp.int32)
 
 
 # The derivative of a gather would be a scatter: zeros, and writes at random places.
 @jax.custom_gradient
-def _taken(rows, places, back):
+def taken(rows: jax.Array, places: jax.Array, back: jax.Array) -> jax.Array:
     """Return the row at each of the places; `back` are the places of the inverse."""
-    taken = rows.at[places].get(
+    result = rows.at[places].get(
         unique_indices=True, mode="promise_in_bounds", wrap_negative_indices=False
     )
-    return taken, lambda grad: (_taken(grad, back, places), None, None)
-
-
-def _weighted_sum(y, weights):
-    """Add up the results `[..., chosen, n]` of each token in float32."""
-    weighted = y.astype(jnp.float32) * weights.astype(jnp.float32)[..., None]
-    return jnp.sum(weighted, axis=-2).astype(y.dtype)
+    return result, lambda grad: (taken(grad, back, places), None, None)
 
 
 def _checked(x, expert, weights) -> tuple[jax.Array, jax.Array, jax.Array]:

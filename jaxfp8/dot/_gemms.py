@@ -304,15 +304,14 @@ def _operand(product, i, operand, layout, codes, scales, is_read_again):
     # 1. Get the codes in the order of the product's dimensions.
     if codes is None:
         q, _ = quantizer.quantize_operand(layout.ordered(operand), scale, options)
+    elif isinstance(codes, FusedInput):  # it has that order
+        q, _ = quantize_operand(quantizer, codes, scale, options)
+        # A policy that saves the codes has no reason to compute the input again.
+        q = as_read_residual(q)
     else:
-        q = codes
-        if isinstance(codes, FusedInput):
-            q, _ = quantize_operand(quantizer, codes, scale, options)
-            # A policy that saves the codes has no reason to compute the input again.
-            q = as_read_residual(q)
-        q = _in_order(product.names[i], q, layout, options)
+        q = _in_order(product.names[i], codes, layout, options)
         if i == 0 and is_kept and q.data_t is None and not q.has_one_code:
-            q = _with_columnwise(q, product, options._replace(contract_first=False))
+            q = _with_columnwise(q, product, options)
     # 2. Take the layouts of both products.
     batch, first = len(layout.batch), layout.contract_first
     last, residual = both_layouts(q, batch, first, is_kept)
@@ -361,16 +360,14 @@ def backward(
     x, kernel, x_again, kernel_again, output, amaxes, *grad_scales, input_grad_scale = (
         recipes.as_codes(kept)
     )
+    x_scale = kernel_scale = None
     if reading is not None and recipes.reading_suffices(product.quantizers):
         x_scale, kernel_scale, grad_scales[0] = recipes.scales_of_reading(
             product.quantizers, reading
         )
-        x, kernel = _with_scale(x, x_scale), _with_scale(kernel, kernel_scale)
     x_layout, kernel_layout = product.layouts(x_shape, kernel_shape)
-    if "kernel" in differentiated:
-        x = _turned(x, x_layout)
-    if "x" in differentiated:
-        kernel = _turned(kernel, kernel_layout)
+    x = _read_again(x, x_scale, x_layout)
+    kernel = _read_again(kernel, kernel_scale, kernel_layout)
 
     # 1. Quantize grad: dgrad contracts its columns, wgrad its rows.
     cols = len(kernel_layout.free)
@@ -420,17 +417,12 @@ def backward(
     return dx, dkernel, dbias, ct
 
 
-def _with_scale(q: QTensor, scale) -> QTensor:
-    """Return a residual with the scale that it was quantized with, where the forward
-    dropped it.
+def _read_again(q: QTensor, scale, layout: Layout) -> QTensor:
+    """Return a residual with the contracting dimensions of the forward first, and with
+    the scale that it was quantized with, where the forward dropped it.
     """
-    if q.scale_inv is not None:
-        return q
-    return dataclasses.replace(q, scale_inv=scale.scale_inv)
-
-
-def _turned(q: QTensor, layout: Layout) -> QTensor:
-    """Return a residual with the contracting dimensions of the forward first."""
+    if q.scale_inv is None and scale is not None:
+        q = dataclasses.replace(q, scale_inv=scale.scale_inv)
     if _is_turned_late(q) and not layout.contract_first:
         return q.transposed(len(layout.batch))
     return q
@@ -494,12 +486,12 @@ def _in_order(
         # Scales that were made without the product count batch dimensions as rows.
         leading = data.shape[:batch]
         q = q.map_scales(lambda x: x.reshape(*leading, -1, x.shape[-1]))
-    is_other = is_moved or cols != q.cols
-    if q.scale_inv is not None and q.scale_inv.ndim != batch + 2:
-        is_other = True
-    if q.data_t is None and options.contract_first and not q.has_one_code:
-        is_other = True
-    if is_other:
+    if (
+        is_moved
+        or cols != q.cols
+        or (q.scale_inv is not None and q.scale_inv.ndim != batch + 2)
+        or (q.data_t is None and options.contract_first and not q.has_one_code)
+    ):
         raise ValueError(
             f"{name}: a QTensor with a scale for each block of {q.block} fits "
             f"products that contract its rows or its last {q.cols} dimensions; "

@@ -124,11 +124,10 @@ def _abstract(x, kernel, *leaves, product, tree):
     if product.dims is not None:
         *names, result = ((*vmapped, *dims) for dims in product.dims)
         return _mesh.types([x, kernel], names, [result], [product.out_dtype], {})
-    contract, batch = (
-        [tuple(d + len(vmapped) for d in dims) for dims in pair]
-        for pair in product.dimension_numbers
+    contract, batch = jax.tree.map(
+        lambda d: d + product.vmap_dims, product.dimension_numbers
     )
-    dimension_numbers = (tuple(contract), tuple(vmapped + dims for dims in batch))
+    dimension_numbers = (contract, tuple([vmapped + dims for dims in batch]))
     out_sharding = product.out_sharding
     if out_sharding is not None:
         spec = PartitionSpec(*x.sharding.spec[: product.vmap_dims], *out_sharding)
@@ -145,12 +144,10 @@ def _abstract(x, kernel, *leaves, product, tree):
         return [dot]
     name = "activation: the product"
     _quantize_activation.check("dot_general", dot, product.activation, name)
-    values = dot
+    names = kept = tuple(range(dot.ndim))
     if ops.is_gated(product.activation):
-        (*spec, _, last), (*shape, _, n) = dot.sharding.spec, dot.shape
-        sharding = dot.sharding.update(spec=PartitionSpec(*spec, last))
-        values = dot.update(shape=(*shape, n), sharding=sharding)
-    return [dot, values]
+        kept = names[:-2] + names[-1:]
+    return [dot, *_mesh.types([dot], [names], [kept], [dot.dtype], {})]
 
 
 def _batch(args, dims, *, product, tree):
@@ -303,8 +300,6 @@ def _linearize(is_vjp, is_linear, *primals, product, tree):
             outs=tuple(outs),
         )
 
-    pairs = zip(outs, results, strict=True)
-    results = [_mesh.placed_as(out, result) for out, result in pairs]
     return _compat.linearized(results, residuals, linear)
 
 

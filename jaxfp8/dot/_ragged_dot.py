@@ -26,7 +26,6 @@ from ._dot_general import (
 from ._fused_input import Activated, FusedInput, Normalized
 from ._gemms import Product
 from ._high_precision import is_blockwise, multiply_values
-from ._layout import Layout
 
 
 def ragged_dot(
@@ -107,13 +106,12 @@ def ragged_product(
     rhs,
     group_sizes,
     *,
-    recipe,
-    state=None,
-    preferred_element_type=None,
-    records_grad=True,
     has_zeros_beyond=False,
+    **options,
 ) -> jax.Array:
-    """Compute `ragged_dot`; the last two are fields of `RaggedProduct`."""
+    """Compute `ragged_dot` with its options and, beside them, fields of
+    `RaggedProduct`.
+    """
     # 1. Check the operands.
     op = "ragged_dot"
     group_sizes = _checks.group_sizes(op, group_sizes)
@@ -123,32 +121,26 @@ def ragged_product(
     # rows beyond the last group would not be zeros: a norm adds its bias to them
     keeps_zeros = getattr(lhs, "bias", None) is None
     lhs, rhs = operand("ragged_dot: lhs", lhs), operand("ragged_dot: rhs", rhs)
-    _check_shapes(lhs.array.shape, rhs.array.shape, group_sizes.size)
+    x, kernel, groups = lhs.array.shape, rhs.array.shape, group_sizes.size
+    if len(x) != 2:
+        raise ValueError(f"ragged_dot: lhs: expected [m, k], got {x}")
+    if len(kernel) != 3 or kernel[:2] != (groups, x[1]):
+        raise ValueError(
+            f"ragged_dot: rhs: expected [{groups}, {x[1]}, n] to go with "
+            f"lhs{list(x)} and {groups} group_sizes, got {kernel}"
+        )
     # 2. Multiply.
     (y,) = multiply_operands(
         op,
         RaggedProduct,
-        recipe,
-        state,
-        (lhs, rhs),
-        (keeps_zeros, False),
-        preferred_element_type=preferred_element_type,
+        operands=(lhs, rhs),
+        can_fuse=(keeps_zeros, False),
         group_sizes=group_sizes,
-        dimension_numbers=(((1,), (1,)), ((), ())),
-        records_grad=records_grad,
+        dimension_numbers=(((1,), (1,)), ((), (0,))),  # the matrices are a batch
         has_zeros_beyond=has_zeros_beyond,
+        **options,
     )
     return y
-
-
-def _check_shapes(lhs, rhs, groups: int) -> None:
-    if len(lhs) != 2:
-        raise ValueError(f"ragged_dot: lhs: expected [m, k], got {lhs}")
-    if len(rhs) != 3 or rhs[:2] != (groups, lhs[1]):
-        raise ValueError(
-            f"ragged_dot: rhs: expected [{groups}, {lhs[1]}, n] to go with "
-            f"lhs{list(lhs)} and {groups} group_sizes, got {rhs}"
-        )
 
 
 # Of `[m, k]` and `[g, n, k]`; for wgrad of `[k, m]` and `[n, m]`.
@@ -172,12 +164,6 @@ class RaggedProduct(Product):
 
     names = ("ragged_dot: lhs", "ragged_dot: rhs")
     dims = ("m", "k"), ("g", "k", "n"), ("m", "n")
-
-    def layouts(self, x_shape, kernel_shape) -> tuple[Layout, Layout]:
-        """Return the layouts of operands of these shapes; the matrices of rhs are a
-        batch.
-        """
-        return Layout(x_shape, (), (1,)), Layout(kernel_shape, (0,), (1,))
 
     def in_groups(self, x, group_sizes):
         """Set the rows of x beyond the last group to zero."""
@@ -210,11 +196,12 @@ class RaggedProduct(Product):
             # run one after the other.
             @jax.custom_batching.sequential_vmap
             def multiply(a, b, group_sizes):
-                sizes = _in_bounds(group_sizes, a.shape[is_wgrad])
-                numbers = _NUMBERS[is_wgrad]
-                dtype = promoted(a, jnp.float32)
                 return lax.ragged_dot_general(
-                    a, b, sizes, numbers, preferred_element_type=dtype
+                    a,
+                    b,
+                    _in_bounds(group_sizes, a.shape[is_wgrad]),
+                    _NUMBERS[is_wgrad],
+                    preferred_element_type=promoted(a, jnp.float32),
                 )
 
             y = multiply_values(multiply, a, b, out_dtype, group_sizes)

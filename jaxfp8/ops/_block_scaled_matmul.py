@@ -87,8 +87,8 @@ def block_scaled_matmul(
             ints or Nones.
     """
     op = "block_scaled_matmul"
-    a, b, (leading, m, n, k), biases, fields = _shapes.checked_product(
-        op, a, b, bias, batch, contracting, out_dtype, precise
+    a, b, (leading, m, n, k), biases, product = _shapes.checked_product(
+        _BlockScaledMatmul, a, b, bias, batch, contracting, out_dtype, precise
     )
     a_scale_inv, a_block = _blocks.checked_scale(
         op, "a_", a_scale_inv, a_block, leading, m, k
@@ -96,9 +96,11 @@ def block_scaled_matmul(
     b_scale_inv, b_block = _blocks.checked_scale(
         op, "b_", b_scale_inv, b_block, leading, n, k
     )
-    power_2_scale = _checks.flag(op, "power_2_scale", power_2_scale)
-    product = _BlockScaledMatmul(
-        **fields, power_2_scale=power_2_scale, a_block=a_block, b_block=b_block
+    product = dataclasses.replace(
+        product,
+        power_2_scale=_checks.flag(op, "power_2_scale", power_2_scale),
+        a_block=a_block,
+        b_block=b_block,
     )
     return product(a, b, a_scale_inv, b_scale_inv, *biases)[0]
 
@@ -107,7 +109,7 @@ def _is_factor(scales):
     """Return whether scales are one number along the whole contraction, and multiply
     the product. E8M0 scales multiply the codes: that is exact in bfloat16.
     """
-    return scales.dtype != _blocks.E8M0 and scales.shape[-1] in (0, 1)
+    return scales.dtype != _blocks.E8M0 and scales.shape[-1] == 1
 
 
 class _BlockScaledMatmul(Product):
@@ -138,12 +140,9 @@ class _BlockScaledMatmul(Product):
         dtypes = [scale.dtype for scale in scales]
         return tuple(map(_blocks.mode, self.blocks, dtypes))
 
-    def names(self, a, b, *_):
-        leading, m, n, k = self.dimensions(b)
-        operands = [(leading, m, k), (leading, n, k)]
-        operands.append(_blocks.scale_names(leading, m, k, self.a_block))
-        operands.append(_blocks.scale_names(leading, n, k, self.b_block))
-        return operands + [(leading, n)] * self.has_bias, [(leading, m, n)]
+    def scale_names(self, batch, m, n, k):
+        a_names = _blocks.scale_names(batch, m, k, self.a_block)
+        return a_names, _blocks.scale_names(batch, n, k, self.b_block)
 
     def widened(self, dtype, x, scales, block):
         """Widen codes, and multiply them by scales that are no factor of the
@@ -166,10 +165,6 @@ class _BlockScaledMatmul(Product):
             if block is None:
                 factors.append(_shapes.stretch(scale, out))
             elif _is_factor(scale):
-                # Without any column the contraction is empty, and its sum is zero
-                # whatever the scale.
-                if not scale.shape[-1]:
-                    scale = jnp.ones((*scale.shape[:-1], 1), jnp.float32)
                 size = math.prod(shape[self.leading :])
                 scale = _blocks.spread(scale, (block[0], 1), size, 1)
                 factors.append(scale.reshape(shape))
@@ -197,28 +192,23 @@ class _BlockScaledMatmul(Product):
         # Scaled f32 operands have all their bits: GPUs must not cut them to TF32.
         precision = None if exact else lax.Precision.HIGHEST
 
-        def product(*operands, dtype=jnp.float32):
-            return self.dot(*operands, dtype, precision)
+        dtype = jnp.float32
+        if exact and len(inside) == 2 and not self.has_bias:
+            dtype = self.out_dtype
+
+        def product(*operands, sums=jnp.float32):
+            return self.dot(*operands, sums, precision).astype(dtype)
 
         def on_cpu(*operands):
             # XLA:CPU has no product of transposed bfloat16 with an f32 result; the
             # barrier keeps transposes out of it.
             return product(*lax.optimization_barrier(operands))
 
-        def in_f32(*operands):
-            return lax.platform_dependent(*operands, cpu=on_cpu, default=product)
-
-        if exact and len(inside) == 2 and not self.has_bias:
-            # cuBLASLt rounds its f32 sums itself; XLA would write them in f32 and read
-            # them again.
-            rounded = functools.partial(product, dtype=self.out_dtype)
-
-            def in_two_steps(*operands):
-                return in_f32(*operands).astype(self.out_dtype)
-
-            return (lax.platform_dependent(a, b, cuda=rounded, default=in_two_steps),)
         # 2. Multiply, and apply the scales that are one number along the contraction.
-        out = in_f32(a, b)
+        #    cuBLASLt rounds its f32 sums itself; XLA would write them in f32 and read
+        #    them again.
+        on_cuda = functools.partial(product, sums=dtype)
+        out = lax.platform_dependent(a, b, cpu=on_cpu, cuda=on_cuda, default=product)
         factors = self.factors(scales, out)
         if len(factors) == 2:
             out = rescaled(out, *factors, jnp.broadcast_to)

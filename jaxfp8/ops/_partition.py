@@ -157,8 +157,8 @@ def _partitioned(op, run, result_dtypes, names, raw, *operands):
     """
     operand_names, result_names = names
     operand_dtypes = [x.dtype for x in operands]
-    second_layouts = op.second_layouts()
-    count = len(operand_names) - len(second_layouts)
+    count = len(operand_names) - len(op.second)
+    second_layouts = dict(zip(op.second, range(count, len(operand_names)), strict=True))
     # Amaxes combine by max, products and column sums by sum.
     combines = [lax.pmax if "one" in names else lax.psum for names in result_names]
 
@@ -191,7 +191,8 @@ def _partitioned(op, run, result_dtypes, names, raw, *operands):
             # `axis_index` can name them.
             with use_abstract_mesh(_with_axes(mesh, AxisType.Manual)):
                 for i, j in gathered.items():
-                    shards[i] = op.turned(shards[j])
+                    *_, rows, cols = op.parts(shards)[0][j]
+                    shards[i] = op.turned(shards[j], len(rows), len(cols))
                 # Where the first result is a sum over devices, one device adds the bias
                 # to its part of it.
                 for i in op.added():

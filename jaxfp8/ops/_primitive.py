@@ -56,14 +56,18 @@ class Op:
             device's program may take more operands. `cut(name)` returns the index of
             the device's shard of a dimension, and the number of shards. XLA does not
             cut the reference of such an op.
-        turned: `second -> first`: the first layout of a tensor on one device, for an op
-            with second layouts.
+        second: positions of operands, matrices whose other layout comes behind all
+            operands. A mesh may gather it in place of the first layout; no
+            implementation reads it.
+        turned: `(other layout, rows, columns) -> layout`, on one device, where those
+            are the numbers of dimensions of the other layout; for an op with `second`.
     """
 
     vmap_dims: int = dataclasses.field(default=0, kw_only=True)
     implementation: str | None = dataclasses.field(
         default_factory=_support.selected, kw_only=True
     )
+    second: tuple[int, ...] = dataclasses.field(default=(), kw_only=True)
     name = None
     custom_call = None
     by_xla = None
@@ -75,7 +79,7 @@ class Op:
     def names(self, *ranks) -> tuple[Sequence, Sequence]:
         """Return the names of the dimensions of each operand and of each result,
         without vmapped dimensions, in parts: tuples of names, of the dimensions that a
-        custom call takes as one.
+        custom call takes as one. Second layouts follow from `second`.
 
         A name stands for one size. A dimension that a result lacks was reduced: by max
         for a result named `ONE` (an amax), by sum for any other result.
@@ -121,15 +125,6 @@ class Op:
         all ops applies.
         """
         return None
-
-    def second_layouts(self) -> dict[int, int]:
-        """Return positions of operands, and of the trailing operands that hold the same
-        tensors in another order.
-
-        A mesh may gather the second layout in place of the first; no implementation
-        reads it.
-        """
-        return {}
 
     def added(self) -> Sequence[int]:
         """Return positions of operands that are added to the first result.
@@ -229,7 +224,7 @@ class Op:
                 return lower_partitioned(self, run, as_bytes, ctx, operands)
             # On one device, and in jnp code that XLA cuts, nothing chooses between
             # layouts: leave out the second layouts.
-            count = len(operands) - len(self.second_layouts())
+            count = len(operands) - len(self.second)
             run, avals = functools.partial(run, op), ctx.avals_in[:count]
             return lower_plain(ctx, run, avals, operands[:count])
 
@@ -307,7 +302,11 @@ class Op:
 @functools.lru_cache(maxsize=1024)
 def _names(op, *ranks):
     """Return the names of an op, which are asked for several times in a program."""
-    return op.names(*ranks)
+    operands, results = op.names(*ranks)
+    for i in op.second:
+        *leading, rows, cols = operands[i]
+        operands.append((*leading, cols, rows))
+    return operands, results
 
 
 def merged(shape, *counts):

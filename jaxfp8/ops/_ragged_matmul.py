@@ -13,8 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 from . import _blocks, _ffi
 from ._partition import WHOLE
 from ._primitive import Op
-from ._quantize import widening_on_cpu
-from ._scaled_matmul import to_f32
+from ._scaled_matmul import _ScaledMatmul, to_f32
 from ._shapes import rescaled
 from ._transpose_codes import turned_codes
 
@@ -24,6 +23,8 @@ _FEWEST_ROWS, _MOST_ROWS = 32, 512
 # The blocks that Hopper's kernel has, those of DeepSeek-V3: of all operands, and of the
 # matrices of groups of rows.
 _TILE, _SQUARE = (1, 128), (128, 128)
+# The dimension numbers of two matrices whose columns are contracted.
+_BY_COLUMNS = (((1,), (1,)), ((), ()))
 
 
 def ragged_matmul(
@@ -111,12 +112,13 @@ def ragged_matmul(
         op, "b_", b_scale_inv, b_block, leading, b_rows, b_cols
     )
     options = np.dtype(out_dtype), precise, a_block, b_block
-    op = _RaggedMatmul(ragged == "rows", *options, has_b_t=b_t is not None)
-    second = [b_t] * op.has_b_t
-    return op(a, b, a_scale_inv, b_scale_inv, group_sizes, *second)[0]
+    second = (1,) * (b_t is not None)
+    op = _RaggedMatmul(ragged == "rows", *options, second=second)
+    rest = [b_t] * len(second)
+    return op(a, b, a_scale_inv, b_scale_inv, group_sizes, *rest)[0]
 
 
-def _moved(x, shifts, axis):
+def _moved(x, shifts, axis=0):
     """Move the matrices `[count, ...]` along an axis, round the end, each by its own
     shift.
     """
@@ -124,32 +126,31 @@ def _moved(x, shifts, axis):
 
 
 class _RaggedMatmul(Op):
-    """The operands are a, b, a_scale_inv, b_scale_inv, group_sizes, and b_t if
-    `has_b_t`.
+    """The operands are a, b, a_scale_inv, b_scale_inv, group_sizes, and b_t where b has
+    a second layout.
 
     Attributes:
         by_rows: whether the groups cut the rows of a; else they cut the contraction.
         out_dtype, precise, a_block, b_block: as `ragged_matmul` takes them.
-        has_b_t: whether there is a second layout of b.
     """
 
     name = "ragged_matmul"
+    turned = turned_codes
+    # As of one matrix: codes are widened to bfloat16 on CPUs.
+    cpu, dtypes = _ScaledMatmul.cpu, _ScaledMatmul.dtypes
     by_rows: bool
     out_dtype: np.dtype
     precise: bool
     a_block: tuple | None
     b_block: tuple | None
-    has_b_t: bool
 
     @property
     def has_blocks(self):
         return (self.a_block, self.b_block) != (None, None)
 
-    def shape(self, a, b, group_sizes, vmap_dims):
+    def shape(self, a, b, group_sizes):
         """Return the shape of the result."""
-        leading = group_sizes.shape[: vmap_dims + 1]
-        if self.by_rows:
-            leading = a.shape[:vmap_dims]
+        leading = a.shape[:-2] if self.by_rows else group_sizes.shape
         return (*leading, a.shape[-2], b.shape[-2])
 
     def names(self, *ranks):
@@ -164,20 +165,10 @@ class _RaggedMatmul(Op):
         operands.append(_blocks.scale_names(leading, n, k, self.b_block))
         # Where a group begins depends on the sizes of all before it.
         operands.append(((f"{WHOLE}_g",),))
-        operands += [(leading, k, n)] * self.has_b_t
         return operands, [out]
 
     def sizes(self, *shapes):
         return {} if self.by_rows else {"g0": shapes[4][0]}
-
-    def dtypes(self, *operands):
-        return [self.out_dtype]
-
-    def second_layouts(self):
-        return {1: 5} if self.has_b_t else {}
-
-    def turned(self, second):
-        return turned_codes(self, second, 1, 1)
 
     def reference(
         self,
@@ -195,7 +186,7 @@ class _RaggedMatmul(Op):
         `first`, i32 `[*vmapped]`, is the row at which the first group begins; None is
         row 0.
         """
-        shape = self.shape(a, b, group_sizes, self.vmap_dims)
+        shape = self.shape(a, b, group_sizes)
         if 0 in a.shape or 0 in b.shape:
             return (lax.full(shape, 0, self.out_dtype),)
         if first is None:
@@ -227,13 +218,9 @@ class _RaggedMatmul(Op):
         out = rescaled(out, a_scale_inv, b_scale_inv)
         return (out.astype(self.out_dtype),)
 
-    def cpu(self, *operands):
-        """Widen to bfloat16, as scaled_matmul does on CPUs."""
-        return self.reference(*operands, widen=widening_on_cpu())
-
     def cuda(self, a, b, *rest):
         *scales, group_sizes = rest[:3]
-        shape = self.shape(a, b, group_sizes, self.vmap_dims)
+        shape = self.shape(a, b, group_sizes)
         count = math.prod(a.shape[: self.vmap_dims])
 
         def merged(x):
@@ -247,8 +234,9 @@ class _RaggedMatmul(Op):
         # The kernel takes the first group at row 0: move rows there, with their scales.
         for begin in first:
             if self.by_rows:
-                a = _moved(a, -begin, 0)
-                a_scales = _moved(a_scales, -begin, 0) if self.has_blocks else a_scales
+                a = _moved(a, -begin)
+                if self.has_blocks:
+                    a_scales = _moved(a_scales, -begin)
             elif self.has_blocks:
                 # Blocks of rows cannot move: the rows before are one more group.
                 group_sizes = jnp.concatenate([begin[:, None], group_sizes], axis=1)
@@ -257,13 +245,14 @@ class _RaggedMatmul(Op):
         # The scales of one block of all rows lie side by side, as they were written.
         if self.has_blocks:
             a_scales = a_scales.mT
-            b_scales = b_scales if self.by_rows else b_scales.mT
-        result = self.shape(a, b, group_sizes, 1), self.out_dtype
+            if not self.by_rows:
+                b_scales = b_scales.mT
+        result = self.shape(a, b, group_sizes), self.out_dtype
         operands = a, b, a_scales, b_scales, group_sizes
         (out,) = _ffi.call("ragged_matmul", [result], *operands, precise=self.precise)
         for begin in first:
             if self.by_rows:
-                out = _moved(out, begin, 0)
+                out = _moved(out, begin)
             elif self.has_blocks:
                 out = out[:, 1:]
         return (out.reshape(shape),)
@@ -280,9 +269,9 @@ class _RaggedMatmul(Op):
         #    device.
         rows = matrices[0].shape[-2 if self.by_rows else -1]
         groups = group_sizes.shape[-1] // group_shards
-        ends = ends_of_groups(group_sizes, rows * row_shards) - row * rows
-        begin = lax.full_like(ends[..., :1], 0) - row * rows
-        bounds = jnp.clip(jnp.concatenate([begin, ends], axis=-1), 0, rows)
+        ends = ends_of_groups(group_sizes, rows * row_shards)
+        bounds = jnp.concatenate([lax.full_like(ends[..., :1], 0), ends], axis=-1)
+        bounds = jnp.clip(bounds - row * rows, 0, rows)
         # 2. Take the groups of this device.
         bounds = lax.dynamic_slice_in_dim(bounds, group * groups, groups + 1, axis=-1)
         operands = [*matrices, jnp.diff(bounds)]
@@ -337,28 +326,21 @@ def _over_chunks(body, shape, m, group_sizes, first):
     sizes = jnp.diff(ends, prepend=lax.full((1,), 0, jnp.int32))
     counts = (sizes + (rows - 1)) // rows
     chunks, ends = jnp.cumsum(counts, dtype=jnp.int32), ends + first
+    # where chunk 0 would begin if it were of the group
+    starts = ends - sizes - (chunks - counts) * rows
 
     def step(i, out):
         # 1. Find the group of chunk i, and the first row of the chunk.
         group = jnp.sum((chunks <= i).astype(jnp.int32))
-        end, size = ends[group], sizes[group]
-        count = (size + (rows - 1)) // rows
-        start = end - size + (i - (chunks[group] - count)) * rows
+        start = starts[group] + i * rows
         # 2. Keep the window inside the matrix, and mask its rows that are not of the
         #    chunk.
         begin = jnp.minimum(start, m - rows)
         row = begin + lax.iota(jnp.int32, rows)
-        inside = (row >= start) & (row < jnp.minimum(start + rows, end))
+        inside = (row >= start) & (row < jnp.minimum(start + rows, ends[group]))
         return body(out, group, begin, inside)
 
     return lax.fori_loop(0, chunks[-1], step, lax.full(shape, 0, jnp.float32))
-
-
-def _dot(a, b, precision):
-    contract = (((1,), (1,)), ((), ()))
-    return lax.dot_general(
-        a, b, contract, precision=precision, preferred_element_type=jnp.float32
-    )
 
 
 def ragged_rows(a, b, group_sizes, first, precision):
@@ -367,7 +349,7 @@ def ragged_rows(a, b, group_sizes, first, precision):
     def body(out, group, begin, inside):
         rows = lax.dynamic_slice_in_dim(a, begin, inside.size, axis=0)
         matrix = lax.dynamic_index_in_dim(b, group, axis=0, keepdims=False)
-        new = _dot(rows, matrix, precision)
+        new = lax.dot_general(rows, matrix, _BY_COLUMNS, precision, jnp.float32)
         old = lax.dynamic_slice_in_dim(out, begin, inside.size, axis=0)
         new = jnp.where(inside[:, None], new, old)
         return lax.dynamic_update_slice_in_dim(out, new, begin, axis=0)
@@ -385,7 +367,8 @@ def ragged_contraction(a, b, group_sizes, first, precision):
             return jnp.where(inside[None, :], x, lax.full(x.shape, 0, x.dtype))
 
         old = lax.dynamic_index_in_dim(out, group, axis=0, keepdims=False)
-        new = old + _dot(columns(a), columns(b), precision)
+        both = columns(a), columns(b)
+        new = old + lax.dot_general(*both, _BY_COLUMNS, precision, jnp.float32)
         return lax.dynamic_update_index_in_dim(out, new, group, axis=0)
 
     (p, m), (n, _) = a.shape, b.shape

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import math
 
 import jax
@@ -14,7 +13,6 @@ from jax.typing import ArrayLike, DTypeLike
 from .._jax import _batching, _compat
 from ..numerics import _tpu
 from . import _checks, _ffi, _shapes
-from ._primitive import ONE
 from ._quantize import widening_on_cpu
 from ._shapes import Product, rescaled
 from ._transpose_codes import turned_codes
@@ -93,21 +91,20 @@ def scaled_matmul(
         ValueError: an argument has another shape.
     """
     op = "scaled_matmul"
-    a, b, (_, _, n, _), terms, fields = _shapes.checked_product(
-        op, a, b, bias, batch, contracting, out_dtype, precise
+    a, b, (_, _, n, _), terms, product = _shapes.checked_product(
+        _ScaledMatmul, a, b, bias, batch, contracting, out_dtype, precise
     )
     a_scale_inv = _checks.scale(op, "a_scale_inv", a_scale_inv)
     b_scale_inv = _checks.scale(op, "b_scale_inv", b_scale_inv)
     is_pair = len(n) == 2 == n[0] and not terms
-    terms += [x for x in (a_t, b_t) if x is not None]
-    product = _ScaledMatmul(
-        **fields,
-        has_a_t=a_t is not None,
-        has_b_t=b_t is not None,
+    second = {i: x for i, x in enumerate((a_t, b_t)) if x is not None}
+    product = dataclasses.replace(
+        product,
+        second=tuple(second),
         narrow_sums=_checks.flag(op, "narrow_sums", narrow_sums),
         by_halves=_checks.flag(op, "by_halves", by_halves) and is_pair,
     )
-    return product(a, b, a_scale_inv, b_scale_inv, *terms)[0]
+    return product(a, b, a_scale_inv, b_scale_inv, *terms, *second.values())[0]
 
 
 def to_f32(codes):
@@ -173,8 +170,7 @@ class _ScaledMatmul(Product):
     """
 
     name = "scaled_matmul"
-    has_a_t: bool = False
-    has_b_t: bool = False
+    turned = turned_codes
     narrow_sums: bool = False
     by_halves: bool = False
 
@@ -183,21 +179,6 @@ class _ScaledMatmul(Product):
         is_one = _compat.devices_of(ctx) in _tpu.ONE_DEVICE
         by_halves = self.by_halves and is_one and _compat.gives_parts_in_place
         return dataclasses.replace(self, by_halves=by_halves)
-
-    def names(self, a, b, *rest):
-        leading, m, n, k = self.dimensions(b)
-        operands = [(leading, m, k), (leading, n, k), ONE, ONE]
-        operands += [(leading, n)] * self.has_bias
-        operands += [(leading, k, m)] * self.has_a_t + [(leading, k, n)] * self.has_b_t
-        return operands, [(leading, m, n)]
-
-    def second_layouts(self):
-        positions = [0] * self.has_a_t + [1] * self.has_b_t
-        return dict(zip(positions, itertools.count(4 + self.has_bias), strict=False))
-
-    def turned(self, second):
-        rows = self.contracting
-        return turned_codes(self, second, rows, second.ndim - self.leading - rows)
 
     def reference(self, *operands, widen=to_f32):
         """Widen the codes, which is exact, and multiply whole tensors with f32
@@ -322,34 +303,21 @@ class _ScaledMatmul(Product):
         # Batched scales need the rule of all ops.
         if batched & {2, 3}:
             return None
-        # 1. Find the only operand that is batched, alone or with its second layout.
-        #    A bias has no room for more columns.
-        second, operands = self.second_layouts(), list(operands)
-        first, leading = min(batched), self.leading
-        has_no_room = first == 1 and self.has_bias
-        if has_no_room or first > 1 or batched != {first, second.get(first, first)}:
-            return self._share_scales(operands, batch_dims)
-        # 2. Make the batch the first dimension of m, or of n, in both layouts.
-        operands[first] = jnp.moveaxis(operands[first], batch_dims[first], leading)
-        if first in second:
-            i, place = second[first], leading + self.contracting
-            operands[i] = jnp.moveaxis(operands[i], batch_dims[i], place)
-        # 3. The result has the batch before m, or before n.
-        if first == 1:
-            return self(*operands), [leading + self.rows]
-        op = dataclasses.replace(self, rows=self.rows + 1)
-        return op(*operands), [leading]
-
-    def _share_scales(self, operands, batch_dims):
-        """Make the batch a batch dimension of a, b and the operands that are added; all
-        examples share the scales.
-        """
-        size, _ = _batching.batch_of(operands, batch_dims)
-        for i, dim in enumerate(batch_dims):
-            x = operands[i]
-            if i not in (2, 3):
-                if dim is None:
-                    x, dim = jnp.broadcast_to(x, (size, *x.shape)), 0
-                operands[i] = jnp.moveaxis(x, dim, self.vmap_dims)
-        op = dataclasses.replace(self, batch=self.batch + 1)
-        return op(*operands), [self.vmap_dims]
+        operands, place = list(operands), self.leading
+        if batched == {0}:
+            # The batch is the first dimension of m.
+            op, out_dim = dataclasses.replace(self, rows=self.rows + 1), place
+        elif batched == {1} and not self.has_bias:
+            # That of n; a bias would have no room for more columns.
+            op, out_dim = self, place + self.rows
+        else:
+            op = dataclasses.replace(self, batch=self.batch + 1)
+            place = out_dim = self.vmap_dims
+            size, _ = _batching.batch_of(operands, batch_dims)
+            batched = set(range(len(operands))) - {2, 3}
+        for i in batched:
+            x, dim = operands[i], batch_dims[i]
+            if dim is None:
+                x, dim = jnp.broadcast_to(x, (size, *x.shape)), 0
+            operands[i] = jnp.moveaxis(x, dim, place)
+        return op(*operands), [out_dim]

@@ -13,7 +13,7 @@ from jax import lax
 
 from ..numerics import _scaling
 from . import _checks
-from ._primitive import Op, dims, merged
+from ._primitive import ONE, Op, dims, merged
 
 
 def merge(x, *counts):
@@ -110,11 +110,16 @@ class Product(Op):
     def added(self):
         return [4] * self.has_bias
 
-    def dimensions(self, b_rank):
-        """Return the names of the dimensions: `(batch, m, n, k)`."""
-        n = dims("n", b_rank - self.batch - self.contracting)
+    def names(self, a, b, *_):
         batch, m = dims("batch", self.batch), dims("m", self.rows)
-        return batch, m, n, dims("k", self.contracting)
+        n = dims("n", b - self.batch - self.contracting)
+        k = dims("k", self.contracting)
+        operands = [(batch, m, k), (batch, n, k), *self.scale_names(batch, m, n, k)]
+        return operands + [(batch, n)] * self.has_bias, [(batch, m, n)]
+
+    def scale_names(self, batch, m, n, k):
+        """Return the names of the dimensions of a_scale_inv and b_scale_inv."""
+        return ONE, ONE
 
     def dot(self, a, b, dtype, precision=None):
         """Multiply whole tensors to `dtype`, so that XLA can partition the product."""
@@ -150,20 +155,21 @@ class Product(Op):
         return (out.astype(self.out_dtype),)
 
 
-def checked_product(op, a, b, bias, batch, contracting, out_dtype, precise):
+def checked_product(kind, a, b, bias, batch, contracting, out_dtype, precise):
     """Check the arguments that products share: a `[*batch, *m, *k]`, b
     `[*batch, *n, *k]`, and a bias `[*batch, *n]` or None.
 
     Args:
-        op: the op, for messages.
+        kind: the class of the op, a Product.
         batch: the number of leading dimensions that a and b share; None where m and n
             are one dimension each.
         contracting: the number of dimensions that k stands for.
 
     Returns:
-        `(a, b, (batch, m, n, k), biases, fields)`: the sizes, each a tuple, the bias in
-        a list, which is empty for None, and the fields of `Product`.
+        `(a, b, (batch, m, n, k), biases, product)`: the sizes, each a tuple, the bias
+        in a list, which is empty for None, and the op with the fields of `Product`.
     """
+    op = kind.name
     # Where m and n are one dimension each, the rank of a tells how many dimensions are
     # left for the batch.
     a, is_matrix = _checks.fp8(op, "a", a), batch is None
@@ -184,15 +190,15 @@ def checked_product(op, a, b, bias, batch, contracting, out_dtype, precise):
     if bias is not None:
         bias = _checks.high_precision(op, "bias", bias)
         biases.append(_checks.shape(op, "bias", bias, (*leading, *n)))
-    fields = {
-        "out_dtype": _checks.dtype(op, "out_dtype", out_dtype, _checks.HIGH_PRECISION),
-        "precise": _checks.flag(op, "precise", precise),
-        "batch": batch,
-        "rows": len(m),
-        "contracting": contracting,
-        "has_bias": bias is not None,
-    }
-    return a, b, (leading, m, n, k), biases, fields
+    product = kind(
+        out_dtype=_checks.dtype(op, "out_dtype", out_dtype, _checks.HIGH_PRECISION),
+        precise=_checks.flag(op, "precise", precise),
+        batch=batch,
+        rows=len(m),
+        contracting=contracting,
+        has_bias=bias is not None,
+    )
+    return a, b, (leading, m, n, k), biases, product
 
 
 def rescaled(sums, a_scale_inv, b_scale_inv, spread=spread):
