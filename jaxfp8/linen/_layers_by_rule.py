@@ -8,7 +8,7 @@ import contextvars
 import jax
 from flax import linen as nn
 
-from ..dot import Parameters, _contexts, layers_call
+from ..dot import LayersCall, Parameters, _contexts
 from ..recipes import (
     OVERWRITE_WITH_GRADIENT,
     DotGeneralState,
@@ -72,7 +72,7 @@ def run_together(args, kwargs, context, plain: nn.Module, rule: Rule):
 
     kinds = nn.Dense, nn.DenseGeneral, Dense
     path = "/".join(module.path)
-    call = layers_call(named)(path, named, parameters, kinds, forward)
+    call = LayersCall(path, named, parameters, kinds, forward)
     with nn.intercept_methods(intercept):
         yield
 

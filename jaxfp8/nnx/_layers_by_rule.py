@@ -8,7 +8,7 @@ import functools
 
 from flax import nnx
 
-from ..dot import Parameters, _contexts, layers_call
+from ..dot import LayersCall, Parameters, _contexts
 from ..recipes import NamedLayers, QTensor, Rule, is_off, module_rule
 from ._dot_general import path_of
 from ._layers import Linear
@@ -40,7 +40,7 @@ def _call(self, *args, **kwargs):
     path = path_of(first) or type(self).__name__
     path = path.rpartition("/")[0] or path
     kinds = nnx.Linear, nnx.LinearGeneral, Linear
-    call = layers_call(named)(path, named, parameters, kinds, forward)
+    call = LayersCall(path, named, parameters, kinds, forward)
     y, module = run(self, of_layer)
     vars(self).update(vars(module) | layers)  # what the module stored in itself
     return y
