@@ -3,7 +3,6 @@ GatedMLP.
 """
 
 import contextlib
-import contextvars
 
 import jax
 from flax import linen as nn
@@ -23,7 +22,7 @@ from ._layers import Dense
 _PRODUCT = "Fp8DotGeneral_0"
 
 # Whether a module runs to be compared with its rule alone, for interceptors.
-is_compared = contextvars.ContextVar("is_compared", default=False)
+is_compared = jax.make_user_context(default_value=False)
 
 
 @contextlib.contextmanager
@@ -52,12 +51,10 @@ def run_together(args, kwargs, context, plain: nn.Module, rule: Rule):
         def method(module):  # without the transforms of its decorators
             return module._call_wrapped_method(context.orig_method.func, args, kwargs)
 
-        stand_in, token = function, is_compared.set(True)
-        try:
+        stand_in = function
+        with is_compared(True):
             nn.apply(method, plain, mutable=True)(variables, rngs=rngs)
-        finally:
-            stand_in = None
-            is_compared.reset(token)
+        stand_in = None
 
     def intercept(next_method, args, kwargs, context):
         layer = context.module

@@ -36,9 +36,7 @@ def _call(self, *args, **kwargs):
     def of_layer(name):
         return lambda *args, **kwargs: call(name, layers[name], args, kwargs)
 
-    first = getattr(layers[named.names[0]], "dot_general", None)
-    path = path_of(first) or type(self).__name__
-    path = path.rpartition("/")[0] or path
+    path = path_of(self) or type(self).__name__
     kinds = nnx.Linear, nnx.LinearGeneral, Linear
     call = LayersCall(path, named, parameters, kinds, forward)
     y, module = run(self, of_layer)
