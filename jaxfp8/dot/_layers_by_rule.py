@@ -132,24 +132,28 @@ class LayersCall:
         parameters: the Parameters of each layer by its name.
         kinds: the classes that a layer may have, that of jaxfp8 last; all have `dtype`
             and `precision`.
-        forward: `forward(stand_in)` runs the forward of the module with
-            `stand_in(name, x)` in place of each call of a layer.
+        forward: `forward()` runs the forward of the module once more, apart, with
+            this object in place of its layers.
         x, first: the x of the joined layers and the one that was called first, as of
             the last call.
         results: for layers that were not called yet, by name, the part of the product;
             for down its x, which is the activation of gate and up.
         joined: the names of the layers of the product; in a GatedMLP gate and up.
         down: the name of down in a GatedMLP, else None.
+        stand_in: while the module is compared with its rule, `stand_in(name, x)` in
+            place of each call of a layer; else None.
     """
 
     path: str
     named: NamedLayers
     parameters: dict[str, Parameters]
     kinds: tuple[type, ...]
-    forward: Callable[[Callable], Any]
+    forward: Callable[[], Any]
     x: Any = None
     first: Any = None
     results: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    stand_in = None
 
     def __post_init__(self):
         self.joined, self.down = self.named.names, None
@@ -166,6 +170,8 @@ class LayersCall:
         Raises:
             ValueError: the module does not compute what the rule says.
         """
+        if self.stand_in is not None:
+            return self.stand_in(name, args[0])
         x = self.checked_x(name, layer, args, kwargs)
         if name == self.down and name in self.results:
             hidden = self.results.pop(name)
@@ -281,9 +287,11 @@ class LayersCall:
                 values[name] = x
                 return jnp.zeros((*x.shape[:-1], *features), x.dtype)
 
+            self.stand_in = stand_in
             # the values would have the dtype that the module casts to
             with jax.numpy_dtype_promotion("standard"):
-                self.forward(stand_in)
+                self.forward()
+            self.stand_in = None
             if self.down not in values:
                 raise self.differs(f"a call of {self.down}", "none")
             return values[self.down]

@@ -91,10 +91,9 @@ class Fp8Module(StatefulProduct, nn.Module):
         """
         if recipe is None:
             return None
-        names, missing = recipes.variable_names(recipe), []
-        for name in jax.tree.leaves(names):
-            if not self.has_variable(OVERWRITE_WITH_GRADIENT, name):
-                missing.append(name)
+        names = recipes.variable_names(recipe)
+        variables = self.variables.get(OVERWRITE_WITH_GRADIENT, {})
+        missing = set(jax.tree.leaves(names)) - variables.keys()
         is_mutable = self.is_mutable_collection(OVERWRITE_WITH_GRADIENT)
         if missing and not self.is_initializing():
             # A model that was initialized elsewhere may carry the state of another
