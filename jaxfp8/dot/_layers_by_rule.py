@@ -315,7 +315,7 @@ class LayersCall:
             right = np.asarray(ops.activate(np.stack([gate, up], -2), activation))
             samples = Samples()
             try:
-                (values,) = samples.compute(jaxpr, [jnp.asarray(gate), jnp.asarray(up)])
+                (values,) = samples.compute(jaxpr, [gate, up])
                 values = np.broadcast_to(np.asarray(values, np.float32), gate.shape)
             except (TypeError, ValueError) as error:
                 got = f"a function that is not of each element ({error})"

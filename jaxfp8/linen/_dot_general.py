@@ -2,7 +2,6 @@
 products that hold their own state.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,7 +16,6 @@ from ..dot import (
     EinsumCall,
     RaggedDotCall,
     StatefulProduct,
-    _contexts,
     _frozen,
 )
 from ..numerics import E4M3, E5M2, HYBRID
@@ -58,11 +56,9 @@ class Fp8Module(StatefulProduct, nn.Module):
         return path[:-1] if is_unnamed else path
 
     @nn.nowrap
-    def _naming(self, kernel: Any) -> contextlib.AbstractContextManager:
-        """Return a context in which the product has the path of its layer, for warnings
-        and `inspect.compare`.
-        """
-        return _contexts.layer("/".join(self.layer_path()))
+    def _layer_name(self, kernel: Any) -> str:
+        """Get the path of the layer, for warnings and `inspect.compare`."""
+        return "/".join(self.layer_path())
 
     @nn.nowrap
     def _current_recipe(self) -> Recipe | None:

@@ -260,9 +260,7 @@ def _with_gate(init, axis: int):
 
     def with_gate(key, shape, dtype):
         value = init(key, shape, dtype)
-        if isinstance(value, meta.AxisMetadata):
-            return value.add_axis(axis, {meta.PARTITION_NAME: None})
-        return value
+        return meta.add_axis(value, axis, {meta.PARTITION_NAME: None})
 
     return with_gate
 

@@ -72,17 +72,17 @@ class _Fp8Product(StatefulProduct, nnx.Module):
         names = variable_names(self.recipe)
         jax.tree.map(create, names, init_state(self.recipe))
 
-    def _naming(self, kernel) -> contextlib.AbstractContextManager:
-        """Return a context in which warnings name the layer by its path, or by its
-        kernel where the path is unknown.
+    def _layer_name(self, kernel) -> str:
+        """Get the path of the layer, for warnings; its kernel where the path is
+        unknown.
         """
         _mistakes.refuse_linen_layer(type(self).__name__)
         path = _contexts.current_layer()
         if path is None:
             path = path_of(self)
         if path is None:
-            path = f"{type(self).__name__} with a kernel {list(np.shape(kernel))}"
-        return _contexts.layer(path)
+            return f"{type(self).__name__} with a kernel {list(np.shape(kernel))}"
+        return path
 
     # The names have an underscore because nnx.tabulate traces each public method of a
     # module that runs.
