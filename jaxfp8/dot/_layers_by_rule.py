@@ -237,8 +237,8 @@ class LayersCall:
             kernels = [kernel.astype(dtype) for kernel in kernels]
         features = [kernel.shape[1:] for kernel in kernels]
         groups = _groups(features)
-        bias = None if biases[0] is None else _joined(biases, 0, groups)
         kernel = _joined(kernels, 1, groups)
+        bias = None if biases[0] is None else _joined(biases, 0, groups)
         y = self.multiply(self.joined[0], self.first, self.x, kernel, bias, state)
         ends = np.cumsum(list(map(math.prod, features))) // groups
         values = jnp.split(y, ends[:-1], -1)
