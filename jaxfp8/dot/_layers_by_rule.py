@@ -250,7 +250,7 @@ class LayersCall:
     def multiply_pair(self, kernels, biases, state) -> None:
         """Compare the module with its rule, and compute gate, up and the x of down."""
         activation = gated_activation("GatedMLP.of", self.named.activation)
-        self._check_activation(activation, self._traced(*kernels))
+        self._check_activation(activation, self._traced(kernels[0].shape[1:]))
         bias = None if biases[0] is None else jnp.stack(biases)
         hidden = self.multiply(
             self.joined[0], self.first, self.x, Pair(*kernels), bias, state, activation
@@ -272,11 +272,11 @@ class LayersCall:
             "recipe each"
         )
 
-    def _traced(self, gate, up):
-        """Trace the x of down as a function of gate and up, in float32; their kernels
-        are arguments.
+    def _traced(self, features):
+        """Trace the x of down as a function of gate and up `[..., *features]`, in
+        float32.
         """
-        features = self.parameters[self.down].kernel.shape[1:]
+        down = self.parameters[self.down].kernel
 
         def hidden(*gate_and_up):
             values = dict(zip(self.joined, gate_and_up, strict=True))
@@ -285,7 +285,7 @@ class LayersCall:
                 if name != self.down:
                     return values[name]
                 values[name] = x
-                return jnp.zeros((*x.shape[:-1], *features), x.dtype)
+                return jnp.zeros((*x.shape[:-1], *down.shape[1:]), x.dtype)
 
             self.stand_in = stand_in
             # the values would have the dtype that the module casts to
@@ -296,7 +296,7 @@ class LayersCall:
                 raise self.differs(f"a call of {self.down}", "none")
             return values[self.down]
 
-        shape = *self.x.shape[:-1], *gate.shape[1:]
+        shape = *self.x.shape[:-1], *features
         value = jax.ShapeDtypeStruct(shape, jnp.float32)
         return jax.make_jaxpr(hidden)(value, value)
 

@@ -70,11 +70,9 @@ class Linear(nnx.LinearGeneral):
         bias_init: Initializer = _BIAS_INIT,
         rngs: nnx.Rngs,
     ):
-        (in_features,) = sizes("Linear: in_features", (in_features,))
-        features = sizes("Linear: out_features", out_features)
         super().__init__(
             in_features,
-            features,
+            sizes("Linear: out_features", out_features),
             use_bias=use_bias,
             dtype=dtype,
             param_dtype=param_dtype,
@@ -192,7 +190,7 @@ class GatedMLP(nnx.Module):
         )
         self.wi = linear_layer(
             in_features,
-            (2, *sizes("GatedMLP: hidden_features", hidden_features)),
+            (2, hidden_features),
             kernel_init=_with_gate(kernel_init, 1),
             bias_init=_with_gate(bias_init, 0),
         )
@@ -337,7 +335,6 @@ class Experts(nnx.Module):
         rngs: nnx.Rngs,
     ):
         check_activation("Experts", activation)
-        (hidden,) = sizes("Experts: hidden_features", (hidden_features,))
         self.count, self.activation, self.dtype = count, activation, dtype
         self.expert_axis, self.capacity = expert_axis, capacity
 
@@ -347,8 +344,8 @@ class Experts(nnx.Module):
                 shape, recipe, dtype, kernel_init(rngs.params(), shape, param_dtype)
             )
 
-        self.wi = product(in_features, columns(hidden, activation))
-        self.wo = product(hidden, in_features)
+        self.wi = product(in_features, columns(hidden_features, activation))
+        self.wo = product(hidden_features, in_features)
 
     def __call__(
         self, x: ArrayLike, expert: ArrayLike, weights: ArrayLike
