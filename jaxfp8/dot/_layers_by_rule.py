@@ -111,12 +111,12 @@ class Parameters(NamedTuple):
     """The arrays of a layer.
 
     Attributes:
-        kernel: `[k, *features]`; None for a layer without one.
+        kernel: `[k, *features]`.
         bias: `[*features]`, or None.
         state: the state of its product.
     """
 
-    kernel: jax.Array | None
+    kernel: jax.Array
     bias: jax.Array | None
     state: DotGeneralState
 
@@ -129,7 +129,7 @@ class LayersCall:
     Attributes:
         path: the path of the module.
         named: the layers.
-        parameters: the Parameters of each layer by its name.
+        parameters: the Parameters of each layer that has a kernel, by its name.
         kinds: the classes that a layer may have, that of jaxfp8 last; all have `dtype`
             and `precision`.
         forward: `forward()` runs the forward of the module once more, apart, with
@@ -218,10 +218,12 @@ class LayersCall:
 
     def parts(self) -> list[Parameters]:
         """Return what the layers of the product have."""
-        for name, part in self.parameters.items():
-            if part.kernel is None:
-                names = ", ".join(self.named.names)
-                raise self.differs(f"layers {names}", f"no kernel of {name!r}")
+        names = self.named.names
+        for name in names:
+            if name not in self.parameters:
+                raise self.differs(
+                    f"layers {', '.join(names)}", f"no kernel of {name!r}"
+                )
         parts = [self.parameters[name] for name in self.joined]
         if len({part.bias is None for part in parts}) > 1:
             raise self.differs(

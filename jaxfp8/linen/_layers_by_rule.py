@@ -86,6 +86,7 @@ def _parameters(module: nn.Module, rule: Rule) -> dict[str, Parameters] | None:
         names = variable_names(recipe)
         if not state:
             names = DotGeneralState(None, None, None)
-        params, state = nn.meta.unbox(params), jax.tree.map(state.get, names)
-        parameters[name] = Parameters(params.get("kernel"), params.get("bias"), state)
+        params, state = nn.meta.unbox(params), jax.tree.map(state.__getitem__, names)
+        if "kernel" in params:
+            parameters[name] = Parameters(params["kernel"], params.get("bias"), state)
     return parameters

@@ -90,7 +90,6 @@ def _parameters(layers, named: NamedLayers) -> dict[str, Parameters] | None:
     parameters = {}
     for name, layer in layers.items():
         if layer is None:
-            parameters[name] = Parameters(None, None, None)
             continue
         product = getattr(layer, "dot_general", None)
         if getattr(product, "named_layers", None) != named:
