@@ -30,5 +30,5 @@ from ._fused_input import (
     as_residual,
     normalized,
 )
-from ._layers_by_rule import Parameters, dense_layers, gated_layers, layers_call
+from ._layers_by_rule import LayersCall, Parameters, dense_layers, gated_layers
 from ._ragged_dot import ragged_dot

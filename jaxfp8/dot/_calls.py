@@ -22,7 +22,7 @@ from ._ragged_dot import ragged_dot
 class StatefulProduct:
     """The base of objects that hold the recipe and the state of a product.
 
-    Such an object has `_naming(kernel)`, a context that names its layer;
+    Such an object has `_layer_name(kernel)`, the path of its layer;
     `_current_recipe()`; `_read_state(recipe)`; and `_frozen_arrays()`, those of
     `jaxfp8.freeze` or None.
     """
@@ -44,7 +44,7 @@ class StatefulProduct:
         dimension numbers: with the recipe and the state of this object, or with the
         codes of `jaxfp8.freeze`.
         """
-        with self._naming(operands[1]):
+        with _contexts.layer(self._layer_name(operands[1])):
             observe = _contexts.observed_by.value
             if observe is not None:
                 observe(self, *operands)

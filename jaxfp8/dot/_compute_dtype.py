@@ -45,11 +45,11 @@ def dtypes_of(*operands) -> list:
 
 def compute_dtype(*arrays, dtype=None):
     """Return `dtype`, or the float dtype that the arrays promote to; a QTensor counts
-    as its source.
+    as its source, and codes alone as bfloat16.
     """
     if dtype is not None:
         return jnp.dtype(dtype)
-    common = promoted(*dtypes_of(*arrays))
+    common = promoted(*(dtypes_of(*arrays) or [jnp.bfloat16]))
     if jnp.issubdtype(common, jnp.inexact):
         return common
     return promoted(common, jnp.float32)

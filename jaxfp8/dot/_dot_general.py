@@ -4,8 +4,6 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
@@ -16,7 +14,7 @@ from .._jax import _mesh
 from ..ops import ClampedSwiGLU, _checks
 from ..recipes import DotGeneralState, GEMMType, QTensor, Recipe
 from . import _contexts
-from ._compute_dtype import dtypes_of, not_wider, promoted
+from ._compute_dtype import compute_dtype, dtypes_of, not_wider
 from ._fused_input import Activated, FusedInput, Normalized, Pair, activated
 from ._gemms import Product
 from ._high_precision import multiply_by_jax
@@ -166,12 +164,17 @@ def multiply_operands(
         out_sharding = spec_of(op, out_sharding)
         fields["precise"] = _precise(precision, recipe)
         fields["reduce"] = recipes.AmaxReduction.for_recipe(recipe)
+    if preferred_element_type is None:
+        preferred_element_type = compute_dtype(x.value, kernel.value)
+    out_dtype = _checks.dtype(
+        op, "preferred_element_type", preferred_element_type, _checks.HIGH_PRECISION
+    )
     # The product as hashable data, by which JAX caches its programs.
     product = kind(
         quantizers=quantizers,
         x_dtype=x.array.dtype,
         wgrad_dtype=recipe.wgrad_dtype or kernel.array.dtype,
-        out_dtype=_result_dtype(op, preferred_element_type, x, kernel),
+        out_dtype=out_dtype,
         out_sharding=out_sharding,
         fp8_residual=recipe.fp8_residuals,
         **fields,
@@ -236,18 +239,6 @@ def operand(name: str, value) -> Operand:
     array = value.value if is_fused else value
     array = _mesh.without_reduced(_checks.high_precision(*name.split(": "), array))
     return Operand(array, value if is_fused else array)
-
-
-def _result_dtype(op: str, preferred_element_type, *operands: Operand) -> np.dtype:
-    """Return the dtype of a result: the preferred one, else that of the operands in
-    high precision, else bfloat16.
-    """
-    if preferred_element_type is None:
-        dtypes = dtypes_of(*[operand.value for operand in operands])
-        preferred_element_type = promoted(*dtypes) if dtypes else jnp.bfloat16
-    return _checks.dtype(
-        op, "preferred_element_type", preferred_element_type, _checks.HIGH_PRECISION
-    )
 
 
 def _checked_bias(bias, kernel: Layout) -> jax.Array | None:

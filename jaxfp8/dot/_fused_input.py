@@ -66,6 +66,11 @@ def as_read_residual(q: QTensor) -> QTensor:
 class FusedInput:
     """The base of values that are not computed yet: a pytree whose first leaf is `x`,
     the array to compute them of.
+
+    A class of them has `compute()`, which computes the values by differentiable
+    operations of JAX, and `quantize_op(options)`, which returns the op that quantizes
+    them: `(scale, dtype, amax=amax so far or None, with_amax=) -> (data, data_t, amax,
+    *column sums)`.
     """
 
     x: jax.Array
@@ -89,21 +94,11 @@ class FusedInput:
         """Return the input without gradient, for its codes."""
         return jax.tree.map(_mesh.without_reduced, jax.lax.stop_gradient(self))
 
-    def compute(self) -> jax.Array:
-        """Compute the values by differentiable operations of JAX."""
-        raise NotImplementedError
-
     def values(self, fp8_residual: bool = False) -> jax.Array:
         """Return the values; `fp8_residual` says whether their backward reads codes of
         x.
         """
         return _values(fp8_residual, self)
-
-    def quantize_op(self, options: OperandOptions) -> Callable[..., tuple]:
-        """Return the op that quantizes the values: `(scale, dtype, amax=amax so far or
-        None, with_amax=) -> (data, data_t, amax, *column sums)`.
-        """
-        raise NotImplementedError
 
     def amax(self) -> jax.Array:
         """Compute the amax of the values, f32[]."""
@@ -134,7 +129,7 @@ class Activated(FusedInput):
         return shape[:-2] + shape[-1:] if ops.is_gated(self.activation) else shape
 
     def compute(self) -> jax.Array:
-        """Compute the values; see `FusedInput.compute`."""
+        """Compute the values; see `FusedInput`."""
         return ops.activate(self.x, self.activation)
 
     def values(self, fp8_residual: bool = False) -> jax.Array:
@@ -146,7 +141,7 @@ class Activated(FusedInput):
         return Activated(jax.lax.stop_gradient(self.x), self.activation)
 
     def quantize_op(self, options: OperandOptions) -> Callable[..., tuple]:
-        """Return the op that quantizes the values; see `FusedInput.quantize_op`."""
+        """Return the op that quantizes the values; see `FusedInput`."""
         return functools.partial(
             ops.quantize_activation,
             self.x,
@@ -169,11 +164,11 @@ class Normalized(FusedInput):
     epsilon: float = dataclasses.field(metadata={"static": True})
 
     def compute(self) -> jax.Array:
-        """Compute the values; see `FusedInput.compute`."""
+        """Compute the values; see `FusedInput`."""
         return ops.normalize(self.x, self.scale, self.bias, self.kind, self.epsilon)
 
     def quantize_op(self, options: OperandOptions) -> Callable[..., tuple]:
-        """Return the op that quantizes the values; see `FusedInput.quantize_op`."""
+        """Return the op that quantizes the values; see `FusedInput`."""
         return functools.partial(
             ops.quantize_norm,
             self.x,
@@ -204,15 +199,11 @@ class Pair(FusedInput):
         return k, 2, n
 
     def compute(self) -> jax.Array:
-        """Compute the values; see `FusedInput.compute`."""
+        """Compute the values; see `FusedInput`."""
         return jnp.stack([self.x, self.second], -2)
 
-    def values(self, fp8_residual: bool = False) -> jax.Array:
-        """Return the values; see `FusedInput.values`. Their backward keeps nothing."""
-        return self.compute()
-
     def quantize_op(self, options: OperandOptions) -> Callable[..., tuple]:
-        """Return the op that quantizes the values; see `FusedInput.quantize_op`."""
+        """Return the op that quantizes the values; see `FusedInput`."""
         return functools.partial(ops.quantize_pair, self.x, self.second)
 
 
@@ -242,7 +233,7 @@ class ActivationGradient(FusedInput):
         return self.compute().astype(self.x.dtype)
 
     def quantize_op(self, options: OperandOptions) -> Callable[..., tuple]:
-        """Return the op that quantizes the values; see `FusedInput.quantize_op`."""
+        """Return the op that quantizes the values; see `FusedInput`."""
         return functools.partial(
             ops.quantize_activation_grad,
             self.x,

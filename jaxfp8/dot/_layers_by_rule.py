@@ -111,45 +111,54 @@ class Parameters(NamedTuple):
     """The arrays of a layer.
 
     Attributes:
-        kernel: `[k, *features]`; None for a layer without one.
+        kernel: `[k, *features]`.
         bias: `[*features]`, or None.
         state: the state of its product.
     """
 
-    kernel: jax.Array | None
+    kernel: jax.Array
     bias: jax.Array | None
     state: DotGeneralState
 
 
 @dataclasses.dataclass
 class LayersCall:
-    """One call of a module of which a rule runs layers as one product.
+    """One call of a module of which a rule runs layers as one product, or as a
+    GatedMLP.
 
     Attributes:
         path: the path of the module.
         named: the layers.
-        parameters: the Parameters of each layer by its name.
+        parameters: the Parameters of each layer that has a kernel, by its name.
         kinds: the classes that a layer may have, that of jaxfp8 last; all have `dtype`
             and `precision`.
-        forward: `forward(stand_in)` runs the forward of the module with
-            `stand_in(name, x)` in place of each call of a layer.
-        x, first: the x of these layers and the layer that was called first, as of the
-            last call.
-        results: the parts of the product for layers that were not called yet, by name.
-        joined: the names of the layers of the product.
+        forward: `forward()` runs the forward of the module once more, apart, with
+            this object in place of its layers.
+        x, first: the x of the joined layers and the one that was called first, as of
+            the last call.
+        results: for layers that were not called yet, by name, the part of the product;
+            for down its x, which is the activation of gate and up.
+        joined: the names of the layers of the product; in a GatedMLP gate and up.
+        down: the name of down in a GatedMLP, else None.
+        stand_in: while the module is compared with its rule, `stand_in(name, x)` in
+            place of each call of a layer; else None.
     """
 
     path: str
     named: NamedLayers
     parameters: dict[str, Parameters]
     kinds: tuple[type, ...]
-    forward: Callable[[Callable], Any]
+    forward: Callable[[], Any]
     x: Any = None
     first: Any = None
-    results: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    results: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    stand_in = None
 
     def __post_init__(self):
-        self.joined = self.named.names
+        self.joined, self.down = self.named.names, None
+        if self.named.activation is not None:
+            *self.joined, self.down = self.named.names
 
     def __call__(self, name: str, layer: Any, args: tuple, kwargs: dict) -> jax.Array:
         """Compute the result of a layer.
@@ -161,10 +170,20 @@ class LayersCall:
         Raises:
             ValueError: the module does not compute what the rule says.
         """
+        if self.stand_in is not None:
+            return self.stand_in(name, args[0])
         x = self.checked_x(name, layer, args, kwargs)
+        if name == self.down and name in self.results:
+            hidden = self.results.pop(name)
+            return self.multiply(name, layer, hidden, *self.parameters[name])
         if not self.results:
             self.x, self.first = x, layer
-            self.multiply_all()
+            kernels, biases, states = zip(*self.parts(), strict=True)
+            state = _first_of(*states)
+            if self.down is None:
+                self.multiply_joined(kernels, biases, state)
+            else:
+                self.multiply_pair(kernels, biases, state)
         is_same = x is self.x and name in self.results
         if not is_same or self._options(layer) != self._options(self.first):
             raise self.differs(
@@ -199,10 +218,12 @@ class LayersCall:
 
     def parts(self) -> list[Parameters]:
         """Return what the layers of the product have."""
-        for name, part in self.parameters.items():
-            if part.kernel is None:
-                names = ", ".join(self.named.names)
-                raise self.differs(f"layers {names}", f"no kernel of {name!r}")
+        names = self.named.names
+        for name in names:
+            if name not in self.parameters:
+                raise self.differs(
+                    f"layers {', '.join(names)}", f"no kernel of {name!r}"
+                )
         parts = [self.parameters[name] for name in self.joined]
         if len({part.bias is None for part in parts}) > 1:
             raise self.differs(
@@ -210,30 +231,37 @@ class LayersCall:
             )
         return parts
 
-    def multiply_all(self) -> None:
-        """Compute the results of all layers of the product."""
-        x, layer = self.x, self.first
-        kernels, biases, states = zip(*self.parts(), strict=True)
-        if not isinstance(layer, self.kinds[-1]):
+    def multiply_joined(self, kernels, biases, state) -> None:
+        """Compute the results of layers as one product, of joined kernels."""
+        if not isinstance(self.first, self.kinds[-1]):
             # Flax's layers round their kernels to the compute dtype
-            dtype = compute_dtype(x, *kernels, *biases, dtype=layer.dtype)
+            dtype = compute_dtype(self.x, *kernels, *biases, dtype=self.first.dtype)
             kernels = [kernel.astype(dtype) for kernel in kernels]
         features = [kernel.shape[1:] for kernel in kernels]
         groups = _groups(features)
-        shapes = [(groups, each[0] // groups, *each[1:]) for each in features]
-        kernel = _joined(kernels, shapes)
-        bias = None if biases[0] is None else _joined(biases, shapes)
-        parameters = Parameters(kernel, bias, _first_of(*states))
-        y = self.multiply(self.joined[0], layer, x, parameters)
-        ends = np.cumsum([math.prod(shape[1:]) for shape in shapes])
-        values, rows = jnp.split(y, ends[:-1], -1), x.shape[:-1]
-        for i, name in enumerate(self.joined):
-            value = values[i].reshape(*rows, *shapes[i])
-            self.results[name] = value.reshape(*rows, *features[i])
+        kernel = _joined(kernels, 1, groups)
+        bias = None if biases[0] is None else _joined(biases, 0, groups)
+        y = self.multiply(self.joined[0], self.first, self.x, kernel, bias, state)
+        ends = np.cumsum(list(map(math.prod, features))) // groups
+        values = jnp.split(y, ends[:-1], -1)
+        for name, value, shape in zip(self.joined, values, features, strict=True):
+            rows, first = value.shape[:-2], shape[0] // groups
+            value = value.reshape(*rows, groups, first, *shape[1:])
+            self.results[name] = value.reshape(*rows, *shape)
 
-    def multiply(self, name, layer, x, parameters, activation=None):
+    def multiply_pair(self, kernels, biases, state) -> None:
+        """Compare the module with its rule, and compute gate, up and the x of down."""
+        activation = gated_activation("GatedMLP.of", self.named.activation)
+        self._check_activation(activation, self._traced(kernels[0].shape[1:]))
+        bias = None if biases[0] is None else jnp.stack(biases)
+        hidden = self.multiply(
+            self.joined[0], self.first, self.x, Pair(*kernels), bias, state, activation
+        )
+        parts = *jnp.unstack(hidden.x, axis=-2), hidden
+        self.results.update(zip(self.named.names, parts, strict=True))
+
+    def multiply(self, name, layer, x, kernel, bias, state, activation=None):
         """Multiply x by parameters with the options of `layer`, in its name."""
-        kernel, bias, state = parameters
         product = functools.partial(dot_general, recipe=self.named.recipe, state=state)
         with _contexts.layer(f"{self.path}/{name}"):
             return linear(layer, product, x, kernel, bias, None, activation)
@@ -246,47 +274,11 @@ class LayersCall:
             "recipe each"
         )
 
-
-class GatedCall(LayersCall):
-    """One call of a module of which a rule makes three layers a GatedMLP.
-
-    Attributes:
-        hidden: the product of gate and up with its activation, the x of down.
-        joined: the names of gate and up.
-        down: the name of down.
-        activation: the activation of gate and up together.
-    """
-
-    hidden = None
-
-    def __post_init__(self):
-        *self.joined, self.down = self.named.names
-        self.activation = gated_activation("GatedMLP.of", self.named.activation)
-
-    def __call__(self, name: str, layer: Any, args: tuple, kwargs: dict) -> jax.Array:
-        """Compute the result of a layer; see `LayersCall`."""
-        if name != self.down or self.hidden is None:
-            return super().__call__(name, layer, args, kwargs)
-        self.checked_x(name, layer, args, kwargs)
-        hidden, self.hidden = self.hidden, None
-        return self.multiply(name, layer, hidden, self.parameters[name])
-
-    def multiply_all(self) -> None:
-        """Compare the module with the rule, and compute gate and up."""
-        self._check_activation(self._traced())
-        kernels, biases, states = zip(*self.parts(), strict=True)
-        bias = None if biases[0] is None else jnp.stack(biases)
-        parameters = Parameters(Pair(*kernels), bias, _first_of(*states))
-        self.hidden = self.multiply(
-            self.joined[0], self.first, self.x, parameters, self.activation
-        )
-        parts = jnp.unstack(self.hidden.x, axis=-2)
-        self.results.update(zip(self.joined, parts, strict=True))
-
-    def _traced(self):
-        """Trace the x of down as a function of gate and up, in float32."""
-        gate, _ = self.parts()
-        features = self.parameters[self.down].kernel.shape[1:]
+    def _traced(self, features):
+        """Trace the x of down as a function of gate and up `[..., *features]`, in
+        float32.
+        """
+        down = self.parameters[self.down].kernel
 
         def hidden(*gate_and_up):
             values = dict(zip(self.joined, gate_and_up, strict=True))
@@ -295,20 +287,22 @@ class GatedCall(LayersCall):
                 if name != self.down:
                     return values[name]
                 values[name] = x
-                return jnp.zeros((*x.shape[:-1], *features), x.dtype)
+                return jnp.zeros((*x.shape[:-1], *down.shape[1:]), x.dtype)
 
+            self.stand_in = stand_in
             # the values would have the dtype that the module casts to
             with jax.numpy_dtype_promotion("standard"):
-                self.forward(stand_in)
+                self.forward()
+            self.stand_in = None
             if self.down not in values:
                 raise self.differs(f"a call of {self.down}", "none")
             return values[self.down]
 
-        shape = *self.x.shape[:-1], *gate.kernel.shape[1:]
+        shape = *self.x.shape[:-1], *features
         value = jax.ShapeDtypeStruct(shape, jnp.float32)
         return jax.make_jaxpr(hidden)(value, value)
 
-    def _check_activation(self, jaxpr) -> None:
+    def _check_activation(self, activation, jaxpr) -> None:
         """Compare the x of down with the activation, at samples of gate and up."""
         expected = (
             f"the x of {self.down} to be {self.named.activation!r} of "
@@ -320,10 +314,10 @@ class GatedCall(LayersCall):
         # the samples lie on one device, also inside of a shard_map
         no_mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
         with no_mesh, jax.ensure_compile_time_eval():
-            right = np.asarray(ops.activate(np.stack([gate, up], -2), self.activation))
+            right = np.asarray(ops.activate(np.stack([gate, up], -2), activation))
             samples = Samples()
             try:
-                (values,) = samples.compute(jaxpr, [jnp.asarray(gate), jnp.asarray(up)])
+                (values,) = samples.compute(jaxpr, [gate, up])
                 values = np.broadcast_to(np.asarray(values, np.float32), gate.shape)
             except (TypeError, ValueError) as error:
                 got = f"a function that is not of each element ({error})"
@@ -353,39 +347,20 @@ def _groups(features) -> int:
     return groups
 
 
-def _joined(arrays, shapes) -> jax.Array:
-    """Return arrays `[..., *features]` as one, `[..., groups, columns]`; `shapes` are
-    the features of each, the first split by groups.
+def _joined(arrays, leading: int, groups: int) -> jax.Array:
+    """Return arrays `[*leading, *features]` as one, `[*leading, groups, columns]`.
 
     The first of the features may be sharded, so that the others are joined apart.
     """
     parts = []
-    for array, shape in zip(arrays, shapes, strict=True):
-        lead = array.shape[: array.ndim + 1 - len(shape)]
-        array = array.reshape(*lead, *shape)
-        parts.append(array.reshape(*lead, shape[0], math.prod(shape[1:])))
+    for array in arrays:
+        shape = list(array.shape)
+        shape[leading : leading + 1] = groups, shape[leading] // groups
+        parts.append(jax.lax.collapse(array.reshape(shape), leading + 1))
     return jnp.concatenate(parts, -1)
 
 
-def layers_call(named: NamedLayers) -> type[LayersCall]:
-    """Return the class of the calls of a module, for what a rule makes of its
-    layers.
-    """
-    return LayersCall if named.activation is None else GatedCall
-
-
-@jax.custom_vjp
+@jax.custom_gradient
 def _first_of(*states):
     """Return the first of some states, and give all the same next state."""
-    return states[0]
-
-
-def _first_of_forward(*states):
-    return states[0], (None,) * len(states)
-
-
-def _first_of_backward(residuals, next_state):
-    return (next_state,) * len(residuals)
-
-
-_first_of.defvjp(_first_of_forward, _first_of_backward)
+    return states[0], lambda next_state: (next_state,) * len(states)

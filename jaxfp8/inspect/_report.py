@@ -270,7 +270,7 @@ class _Recorder(_Rows):
         self.regions |= dict.fromkeys(regions(module.scope))
         result = next_method(*args, **kwargs)
         shapes = [tuple(arg.shape) for arg in args if hasattr(arg, "shape")]
-        if is_compared.get():
+        if is_compared.value:
             return result
         if isinstance(module, Fp8Module):
             if context.method_name == "__call__":

@@ -2,7 +2,6 @@
 products that hold their own state.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,7 +16,6 @@ from ..dot import (
     EinsumCall,
     RaggedDotCall,
     StatefulProduct,
-    _contexts,
     _frozen,
 )
 from ..numerics import E4M3, E5M2, HYBRID
@@ -58,11 +56,9 @@ class Fp8Module(StatefulProduct, nn.Module):
         return path[:-1] if is_unnamed else path
 
     @nn.nowrap
-    def _naming(self, kernel: Any) -> contextlib.AbstractContextManager:
-        """Return a context in which the product has the path of its layer, for warnings
-        and `inspect.compare`.
-        """
-        return _contexts.layer("/".join(self.layer_path()))
+    def _layer_name(self, kernel: Any) -> str:
+        """Get the path of the layer, for warnings and `inspect.compare`."""
+        return "/".join(self.layer_path())
 
     @nn.nowrap
     def _current_recipe(self) -> Recipe | None:
@@ -91,10 +87,9 @@ class Fp8Module(StatefulProduct, nn.Module):
         """
         if recipe is None:
             return None
-        names, missing = recipes.variable_names(recipe), []
-        for name in jax.tree.leaves(names):
-            if not self.has_variable(OVERWRITE_WITH_GRADIENT, name):
-                missing.append(name)
+        names = recipes.variable_names(recipe)
+        variables = self.variables.get(OVERWRITE_WITH_GRADIENT, {})
+        missing = set(jax.tree.leaves(names)) - variables.keys()
         is_mutable = self.is_mutable_collection(OVERWRITE_WITH_GRADIENT)
         if missing and not self.is_initializing():
             # A model that was initialized elsewhere may carry the state of another

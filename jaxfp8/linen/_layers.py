@@ -245,10 +245,9 @@ class GatedMLP(_NormFields):
         """
         activation = gated_activation("GatedMLP", self.activation)
         x = jnp.asarray(x) if self.norm is None else _normalized_by(self, self.norm, x)
-        hidden = (2, *sizes("GatedMLP: hidden_features", self.hidden_features))
         features = x.shape[-1] if self.features is None else self.features
         inits = _with_gate(self.kernel_init, 1), _with_gate(self.bias_init, 0)
-        wi = _dense(self, hidden, *inits, "wi")
+        wi = _dense(self, (2, self.hidden_features), *inits, "wi")
         wo = _dense(self, features, self.kernel_init, self.bias_init, "wo")
         return wo(wi(x, activation=activation), out_sharding)
 
@@ -260,9 +259,7 @@ def _with_gate(init, axis: int):
 
     def with_gate(key, shape, dtype):
         value = init(key, shape, dtype)
-        if isinstance(value, meta.AxisMetadata):
-            return value.add_axis(axis, {meta.PARTITION_NAME: None})
-        return value
+        return meta.add_axis(value, axis, {meta.PARTITION_NAME: None})
 
     return with_gate
 
@@ -357,7 +354,6 @@ class Experts(nn.Module):
         """
         check_activation("Experts", self.activation)
         x = jnp.asarray(x)
-        (hidden,) = sizes("Experts: hidden_features", (self.hidden_features,))
         count, route = experts_over(self)
         if count < self.count and self.is_initializing():
             raise ValueError(
@@ -374,7 +370,7 @@ class Experts(nn.Module):
             param_dtype=self.param_dtype,
             kernel_init=self.kernel_init,
         )
-        wi = product(columns(hidden, self.activation), name="wi")
+        wi = product(columns(self.hidden_features, self.activation), name="wi")
         wo = product(x.shape[-1] if x.shape else 0, name="wo")
         return mixture(self, x, expert, weights, wi, wo, route)
 

@@ -3,12 +3,11 @@ GatedMLP.
 """
 
 import contextlib
-import contextvars
 
 import jax
 from flax import linen as nn
 
-from ..dot import Parameters, _contexts, layers_call
+from ..dot import LayersCall, Parameters, _contexts
 from ..recipes import (
     OVERWRITE_WITH_GRADIENT,
     DotGeneralState,
@@ -23,7 +22,7 @@ from ._layers import Dense
 _PRODUCT = "Fp8DotGeneral_0"
 
 # Whether a module runs to be compared with its rule alone, for interceptors.
-is_compared = contextvars.ContextVar("is_compared", default=False)
+is_compared = jax.make_user_context(default_value=False)
 
 
 @contextlib.contextmanager
@@ -40,11 +39,8 @@ def run_together(args, kwargs, context, plain: nn.Module, rule: Rule):
     if parameters is None:
         yield
         return
-    stand_in = None
 
-    def forward(function):
-        """Run the module alone, with `function` in place of the layers."""
-        nonlocal stand_in
+    def forward():
         variables = dict(module.variables)
         variables.pop(OVERWRITE_WITH_GRADIENT, None)
         rngs = {name: jax.random.key(0) for name in module.scope.rngs}
@@ -52,27 +48,21 @@ def run_together(args, kwargs, context, plain: nn.Module, rule: Rule):
         def method(module):  # without the transforms of its decorators
             return module._call_wrapped_method(context.orig_method.func, args, kwargs)
 
-        stand_in, token = function, is_compared.set(True)
-        try:
+        with is_compared(True):
             nn.apply(method, plain, mutable=True)(variables, rngs=rngs)
-        finally:
-            stand_in = None
-            is_compared.reset(token)
 
     def intercept(next_method, args, kwargs, context):
         layer = context.module
         is_named = layer.name in named.names and context.method_name == "__call__"
-        if is_named and stand_in is not None:
-            return stand_in(layer.name, args[0])
         # In a lifted transform the parent of the layers is a copy of the module, with
         # an interceptor of its own.
-        if is_named and layer.parent is module:
+        if is_named and (call.stand_in is not None or layer.parent is module):
             return call(layer.name, layer, args, kwargs)
         return next_method(*args, **kwargs)
 
     kinds = nn.Dense, nn.DenseGeneral, Dense
     path = "/".join(module.path)
-    call = layers_call(named)(path, named, parameters, kinds, forward)
+    call = LayersCall(path, named, parameters, kinds, forward)
     with nn.intercept_methods(intercept):
         yield
 
@@ -88,21 +78,15 @@ def _parameters(module: nn.Module, rule: Rule) -> dict[str, Parameters] | None:
     is_mutable = module.is_mutable_collection(OVERWRITE_WITH_GRADIENT)
     makes_state = keeps_state(recipe) and is_mutable
     for name in rule.layers.names:
-        params = module.variables.get("params", {}).get(name, {})
-        products = module.variables.get(OVERWRITE_WITH_GRADIENT, {}).get(name, {})
-        state = products.get(_PRODUCT)
+        params = module.get_variable("params", name, {})
+        state = module.get_variable(OVERWRITE_WITH_GRADIENT, name, {}).get(_PRODUCT, {})
         is_frozen = _PRODUCT in params or isinstance(params.get("kernel"), QTensor)
-        if is_frozen or (makes_state and state is None):
+        if is_frozen or (makes_state and not state):
             return None
-        params = nn.meta.unbox(params)
-        parameters[name] = Parameters(
-            params.get("kernel"), params.get("bias"), _state(recipe, state)
-        )
+        names = variable_names(recipe)
+        if not state:
+            names = DotGeneralState(None, None, None)
+        params, state = nn.meta.unbox(params), jax.tree.map(state.__getitem__, names)
+        if "kernel" in params:
+            parameters[name] = Parameters(params["kernel"], params.get("bias"), state)
     return parameters
-
-
-def _state(recipe, variables) -> DotGeneralState:
-    """Return the state of a product from its variables, which may be missing."""
-    if variables is None:
-        return DotGeneralState(None, None, None)
-    return jax.tree.map(lambda name: variables[name], variable_names(recipe))

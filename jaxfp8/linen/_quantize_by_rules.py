@@ -323,7 +323,7 @@ def _intercepting(model):
         decided = decision(module) if has_product else None
         # A module that holds a product is a layer too.
         names = layer_names(module.path, isinstance(module, Fp8Module), model.path)
-        if not is_compared.get():
+        if not is_compared.value:
             ran = layers if has_product else modules
             ran.update(dict.fromkeys(names, module))
         # 3. Run the module with the recipe of its rule, with layers that run together,

@@ -29,22 +29,21 @@ from ..recipes import (
 )
 from . import _mistakes
 
-# The paths of the products by id, while a gradient is taken: an NNX module does not
+# The paths of the modules by id, while a gradient is taken: an NNX module does not
 # know its own path.
 _paths = contextvars.ContextVar("paths", default=None)
 
 
 @contextlib.contextmanager
 def paths_in(trees: tuple):
-    """Name the products in `trees` by their layers, for warnings, while the context
-    lasts.
+    """Name the modules in `trees`, products by their layers, for warnings, while the
+    context lasts.
     """
     paths = {}
-    for path, node in nnx.iter_graph(trees):
-        if isinstance(node, _Fp8Product):
-            # a product that the code named has its own path
-            end = -1 if path[-1] in PRODUCTS else None
-            paths[id(node)] = "/".join(map(str, path[1:end]))
+    for path, module in nnx.iter_modules(trees):
+        # a product that the code named has its own path
+        end = -1 if path[-1] in PRODUCTS else None
+        paths[id(module)] = "/".join(map(str, path[1:end]))
     token = _paths.set(paths)
     try:
         yield
@@ -73,17 +72,17 @@ class _Fp8Product(StatefulProduct, nnx.Module):
         names = variable_names(self.recipe)
         jax.tree.map(create, names, init_state(self.recipe))
 
-    def _naming(self, kernel) -> contextlib.AbstractContextManager:
-        """Return a context in which warnings name the layer by its path, or by its
-        kernel where the path is unknown.
+    def _layer_name(self, kernel) -> str:
+        """Get the path of the layer, for warnings; its kernel where the path is
+        unknown.
         """
         _mistakes.refuse_linen_layer(type(self).__name__)
         path = _contexts.current_layer()
         if path is None:
             path = path_of(self)
         if path is None:
-            path = f"{type(self).__name__} with a kernel {list(np.shape(kernel))}"
-        return _contexts.layer(path)
+            return f"{type(self).__name__} with a kernel {list(np.shape(kernel))}"
+        return path
 
     # The names have an underscore because nnx.tabulate traces each public method of a
     # module that runs.
@@ -122,9 +121,11 @@ class _Fp8Product(StatefulProduct, nnx.Module):
         return jax.tree.map(read, variable_names(recipe))
 
 
-def path_of(product: _Fp8Product) -> str | None:
-    """Return the path of the product's layer, while a gradient is taken; else None."""
-    return (_paths.get() or {}).get(id(product))
+def path_of(module: nnx.Module) -> str | None:
+    """Return the path of a module, or of the layer of a product, while a gradient is
+    taken; else None.
+    """
+    return (_paths.get() or {}).get(id(module))
 
 
 class Fp8DotGeneral(_Fp8Product):

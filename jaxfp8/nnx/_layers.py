@@ -3,7 +3,6 @@ which keep inner values as codes.
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -35,7 +34,7 @@ _BIAS_INIT = nnx.initializers.zeros_init()
 _SCALE_INIT = nnx.initializers.ones_init()
 
 
-class Linear(nnx.Module):
+class Linear(nnx.LinearGeneral):
     """A linear layer over the last dimension, in FP8; parameters and arithmetic of
     `jaxfp8.linen.Dense`.
 
@@ -71,23 +70,18 @@ class Linear(nnx.Module):
         bias_init: Initializer = _BIAS_INIT,
         rngs: nnx.Rngs,
     ):
-        (in_features,) = sizes("Linear: in_features", (in_features,))
-        features = sizes("Linear: out_features", out_features)
-        matrix = in_features, math.prod(features)
-        kernel = kernel_init(rngs.params(), matrix, param_dtype)
-        # the box names the dimensions of the kernel, not of the matrix
-        if isinstance(kernel, nnx.VariableMetadata):
-            kernel.raw_value = kernel.raw_value.reshape(in_features, *features)
-        else:
-            kernel = kernel.reshape(in_features, *features)
-        self.kernel = nnx.Param(kernel)
-        bias = None
-        if use_bias:
-            bias = nnx.Param(bias_init(rngs.params(), features, param_dtype))
-        self.bias = bias
-        self.dot_general = Fp8DotGeneral(recipe)
-        self.in_features, self.out_features = in_features, features
-        self.dtype, self.precision = dtype, precision
+        super().__init__(
+            in_features,
+            sizes("Linear: out_features", out_features),
+            use_bias=use_bias,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
+            precision=precision,
+            dot_general=Fp8DotGeneral(recipe),
+            rngs=rngs,
+        )
 
     def __call__(
         self,
@@ -110,12 +104,16 @@ def _value(parameter: nnx.Param | None) -> jax.Array | None:
 
 def _norm_parameters(kind, size, param_dtype, scale_init, norm_bias_init, rngs):
     """Make scale and bias `[size]` of a norm; None for those that the kind lacks."""
-    scale = bias = None
-    if kind is not None:
-        scale = nnx.Param(scale_init(rngs.params(), (size,), param_dtype))
-    if kind == "layer":
-        bias = nnx.Param(norm_bias_init(rngs.params(), (size,), param_dtype))
-    return scale, bias
+    norm = nnx.LayerNorm(
+        size,
+        param_dtype=param_dtype,
+        use_bias=kind == "layer",
+        use_scale=kind is not None,
+        bias_init=norm_bias_init,
+        scale_init=scale_init,
+        rngs=rngs,
+    )
+    return norm.scale, norm.bias
 
 
 def _normalized(layer: nnx.Module, kind: str | None, x: ArrayLike):
@@ -192,7 +190,7 @@ class GatedMLP(nnx.Module):
         )
         self.wi = linear_layer(
             in_features,
-            (2, *sizes("GatedMLP: hidden_features", hidden_features)),
+            (2, hidden_features),
             kernel_init=_with_gate(kernel_init, 1),
             bias_init=_with_gate(bias_init, 0),
         )
@@ -337,7 +335,6 @@ class Experts(nnx.Module):
         rngs: nnx.Rngs,
     ):
         check_activation("Experts", activation)
-        (hidden,) = sizes("Experts: hidden_features", (hidden_features,))
         self.count, self.activation, self.dtype = count, activation, dtype
         self.expert_axis, self.capacity = expert_axis, capacity
 
@@ -347,8 +344,8 @@ class Experts(nnx.Module):
                 shape, recipe, dtype, kernel_init(rngs.params(), shape, param_dtype)
             )
 
-        self.wi = product(in_features, columns(hidden, activation))
-        self.wo = product(hidden, in_features)
+        self.wi = product(in_features, columns(hidden_features, activation))
+        self.wo = product(hidden_features, in_features)
 
     def __call__(
         self, x: ArrayLike, expert: ArrayLike, weights: ArrayLike

@@ -8,7 +8,7 @@ import functools
 
 from flax import nnx
 
-from ..dot import Parameters, _contexts, layers_call
+from ..dot import LayersCall, Parameters, _contexts
 from ..recipes import NamedLayers, QTensor, Rule, is_off, module_rule
 from ._dot_general import path_of
 from ._layers import Linear
@@ -22,26 +22,24 @@ def _call(self, *args, **kwargs):
     if parameters is None:
         return self._fp8_class.__call__(self, *args, **kwargs)
 
-    def run(module, function):
-        """Call a copy of the module with `function(name)` in place of each layer;
-        return the result and the copy.
-        """
-        copy = _with_class(self._fp8_class, module)
-        vars(copy).update({name: function(name) for name in layers})
-        return copy(*args, **kwargs), copy
-
-    def forward(stand_in):
-        run(nnx.clone(self), lambda name: lambda x: stand_in(name, x))
-
     def of_layer(name):
         return lambda *args, **kwargs: call(name, layers[name], args, kwargs)
 
-    first = getattr(layers[named.names[0]], "dot_general", None)
-    path = path_of(first) or type(self).__name__
-    path = path.rpartition("/")[0] or path
+    def run(module):
+        """Call a copy of the module with functions in place of its layers; return the
+        result and the copy.
+        """
+        copy = _with_class(self._fp8_class, module)
+        vars(copy).update({name: of_layer(name) for name in layers})
+        return copy(*args, **kwargs), copy
+
+    def forward():
+        run(nnx.clone(self))
+
+    path = path_of(self) or type(self).__name__
     kinds = nnx.Linear, nnx.LinearGeneral, Linear
-    call = layers_call(named)(path, named, parameters, kinds, forward)
-    y, module = run(self, of_layer)
+    call = LayersCall(path, named, parameters, kinds, forward)
+    y, module = run(self)
     vars(self).update(vars(module) | layers)  # what the module stored in itself
     return y
 
@@ -92,7 +90,6 @@ def _parameters(layers, named: NamedLayers) -> dict[str, Parameters] | None:
     parameters = {}
     for name, layer in layers.items():
         if layer is None:
-            parameters[name] = Parameters(None, None, None)
             continue
         product = getattr(layer, "dot_general", None)
         if getattr(product, "named_layers", None) != named:
