@@ -23,7 +23,7 @@ from .. import ops
 from .._jax import _compat
 from ..numerics import HYBRID, _scaling, fp8_max
 from ._state import DotGeneralState
-from ._state_tree import StateTree, slot_axis
+from ._state_tree import StateTree, check_slots
 
 _OPERANDS = ("input", "kernel", "output_grad")
 # The dtypes whose scales a reading has, by operand.
@@ -101,10 +101,7 @@ def _is_stacked(flat, quantizers) -> bool:
             is_float = is_traced and jnp.issubdtype(leaf.dtype, jnp.floating)
             if not is_float or leaf.ndim < 2:
                 return False
-        # A loop over another axis than the leading ones may have moved the slots from
-        # the last axis.
-        if slot_axis("max_grad: tree", history, scale) != history.ndim - 1:
-            return False
+        check_slots("max_grad: tree", history, scale)
         leading.add(history.shape[:-1])
     return len(leading) == 1
 
