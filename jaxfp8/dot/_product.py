@@ -439,11 +439,11 @@ product_p = Primitive("fp8_product")
 product_p.multiple_results = True
 product_p.def_abstract_eval(_abstract)
 product_p.def_impl(compiled(product_p))
-_compat.needs_devices(product_p)
+_compat.need_devices.add(product_p)
 mlir.register_lowering(product_p, mlir.lower_fun(_primal, multiple_results=True))
 batching.primitive_batchers[product_p] = _batch
 ad.primitive_jvps[product_p] = _jvp
-_compat.linearizes_by(product_p, _linearize)
+_compat.linearizations[product_p] = _linearize
 
 _linear_p = linear_primitive(
     "fp8_product_linear", lambda *args, outs, **params: outs, _transpose

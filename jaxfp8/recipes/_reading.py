@@ -42,9 +42,9 @@ def _usable(ct):
 
 # A cotangent of this dtype holds the amax that each quantizer recorded, finite or not,
 # and its scale_inv; zeros for a quantizer that did not run.
-READING = _compat.max_dtype("float32_max_reading", _usable)
+READING = _compat.MaxDtype("float32_max_reading", _usable)
 # That of a reading which is no iteration's, but a row's of a StackedState.
-ROW = _compat.max_dtype("float32_max_row", _usable)
+ROW = _compat.MaxDtype("float32_max_row", _usable)
 
 
 def is_reading(x: Any) -> bool:
