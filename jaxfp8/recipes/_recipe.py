@@ -230,6 +230,13 @@ class Recipe:
             where = type(self).__name__, "wgrad_dtype"
             dtype = _checks.dtype(*where, self.wgrad_dtype, _checks.HIGH_PRECISION)
             object.__setattr__(self, "wgrad_dtype", dtype)
+        try:
+            hash(self)
+        except TypeError as error:
+            raise TypeError(
+                f"{type(self).__name__}: expected options that hash, as programs are "
+                f"cached by the recipe: {error}; make their classes frozen"
+            ) from None
 
 
 @functools.lru_cache(maxsize=256)
