@@ -242,8 +242,7 @@ def _stop_gradient(x):
 _lax_module._stop_gradient = _stop_gradient
 
 
-# What `once` knows of tracers, by their id: {key: (references to operands, references
-# to results)}.
+# References to the results that `once` knows, by the function and the ids of operands.
 known_results = {}
 
 
@@ -264,19 +263,10 @@ def once(function, operands, *static):
     traces = [getattr(x, "_trace", None) for x in operands]
     if traces[0] is None or traces.count(traces[0]) < len(traces):
         return function(operands, *static)
-    # What is known of a tracer dies with it.
-    name = id(operands[0])
-    if name not in known_results:
-        known_results[name] = {}
-        weakref.finalize(operands[0], known_results.pop, name)
-    results_of_first = known_results[name]
     key = function, tuple(map(id, operands)), static
-    if key in results_of_first:
-        then, held = results_of_first[key]
-        # The id of a tracer that has died may be that of another tracer now.
-        is_same = all(x() is operand for x, operand in zip(then, operands, strict=True))
-        results = [x() for x in held]
-        if is_same and all(result is not None for result in results):
+    if key in known_results:
+        results = [reference() for reference in known_results[key]]
+        if all(result is not None for result in results):
             return results
     mesh = jax.typeof(operands[0]).sharding.mesh
     with set_current_trace(traces[0]), use_abstract_mesh(mesh):
@@ -287,7 +277,10 @@ def once(function, operands, *static):
     # A result of `jit`'s trace holds its operands, and lives as long as it is used.
     is_of_jit = isinstance(traces[0], _DynamicJaxprTrace)
     hold = weakref.ref if is_of_jit else _strong_reference
-    results_of_first[key] = list(map(weakref.ref, operands)), list(map(hold, results))
+    known_results[key] = list(map(hold, results))
+    # What is known of a tracer dies with it: its id may be that of another one then.
+    for x in operands:
+        weakref.finalize(x, known_results.pop, key, None)
     return results
 
 
