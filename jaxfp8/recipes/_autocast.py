@@ -5,6 +5,7 @@ import threading
 
 import jax
 
+from ..ops import _checks
 from ._recipe import HighPrecision, Recipe, checked
 
 # The recipe of the innermost region: None is the default, False high precision for all.
@@ -61,9 +62,8 @@ def autocast(recipe: Recipe | None = None, enabled: bool = True):
     """
     if recipe is not None:
         checked("autocast: recipe", recipe)
-    if not isinstance(enabled, bool):
-        raise TypeError(f"autocast: enabled: expected a bool, got {enabled!r}")
-    region, regions = enabled and recipe, _thread.regions
+    region = _checks.flag("autocast", "enabled", enabled) and recipe
+    regions = _thread.regions
     context = _region(region)
     regions[context] = region
     context.__enter__()

@@ -149,8 +149,7 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
                 raise TypeError(
                     f"{name}: expected a QuantizerState of arrays, got {state!r}"
                 )
-            is_float = jnp.issubdtype(leaf.dtype, jnp.floating) or _compat.is_max(leaf)
-            if not (is_float and getattr(leaf.dtype, "isnative", True)):
+            if not (jnp.issubdtype(leaf.dtype, jnp.floating) or _compat.is_max(leaf)):
                 raise TypeError(f"{name}: expected float32 leaves, got {leaf.dtype}")
         # The shapes tell what has most likely happened: state of a stack, or of another
         # history length.

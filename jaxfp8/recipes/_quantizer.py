@@ -225,9 +225,7 @@ class Quantizer:
         one_scale = (1, 1) if batch else (1,)
 
         def as_scales(scale):
-            if scale.ndim < 2:
-                return scale.reshape(one_scale)
-            return scale
+            return scale if scale.ndim == 2 else scale.reshape(one_scale)
 
         def of_matrix(matrix):
             matrix = matrix.mT if contract_first else matrix

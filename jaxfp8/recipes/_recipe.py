@@ -167,13 +167,19 @@ class Recipe:
         """
         raise NotImplementedError(f"{type(self).__name__}: quantizer_in")
 
+    @functools.lru_cache(maxsize=256)  # noqa: B019  recipes are few, and without arrays
     def quantizers(self) -> ByQuantizer:
         """Return the quantizers of a product, `quantizer` of each tensor: of x, kernel,
         grad, y and the gradient of x; then those of second products.
 
         Equal recipes give the same quantizers: each is made once.
         """
-        return _quantizers(self)
+        first = [self.quantizer(*tensor) for tensor in _FIRST]
+        second = [self.quantizer(*tensor) for tensor in _SECOND]
+        for i in range(3):
+            if second[i] == first[i]:
+                second[i] = SharedCodes()
+        return ByQuantizer(*first, *second)
 
     def expect(
         self,
@@ -237,16 +243,6 @@ class Recipe:
                 f"{type(self).__name__}: expected options that hash, as programs are "
                 f"cached by the recipe: {error}; make their classes frozen"
             ) from None
-
-
-@functools.lru_cache(maxsize=256)
-def _quantizers(recipe) -> ByQuantizer:
-    first = [recipe.quantizer(*tensor) for tensor in _FIRST]
-    second = [recipe.quantizer(*tensor) for tensor in _SECOND]
-    for i in range(3):
-        if second[i] == first[i]:
-            second[i] = SharedCodes()
-    return ByQuantizer(*first, *second)
 
 
 def checked(where: str, recipe: Any) -> Recipe:
