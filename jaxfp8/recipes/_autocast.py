@@ -12,20 +12,8 @@ from ._recipe import HighPrecision, Recipe, checked
 # This context is part of jit's cache key: another recipe is another program. Each
 # thread has its own region.
 _region = jax.make_user_context(default_value=None)
-
-
-class _Thread(threading.local):
-    """The open regions of a thread, outermost first.
-
-    Attributes:
-        regions: by the context of JAX, the recipe of the region.
-    """
-
-    def __init__(self):
-        self.regions = {}
-
-
-_thread = _Thread()
+# The open regions of each thread, outermost first: the recipe by the context of JAX.
+_thread = threading.local()
 
 
 @contextlib.contextmanager
@@ -63,7 +51,7 @@ def autocast(recipe: Recipe | None = None, enabled: bool = True):
     if recipe is not None:
         checked("autocast: recipe", recipe)
     region = _checks.flag("autocast", "enabled", enabled) and recipe
-    regions = _thread.regions
+    regions = _thread.__dict__.setdefault("regions", {})
     context = _region(region)
     regions[context] = region
     context.__enter__()

@@ -87,22 +87,21 @@ def stacked_products(flat: StateTree) -> list[list]:
     for by_operand in products.values():
         if set(by_operand) == set(_OPERANDS):
             quantizers = [by_operand[operand] for operand in _OPERANDS]
-            if _is_stacked(flat, quantizers):
+            if _is_stacked(quantizers):
                 stacked.append(quantizers)
     return stacked
 
 
-def _is_stacked(flat, quantizers) -> bool:
+def _is_stacked(quantizers) -> bool:
     leading = set()
     for quantizer in quantizers:
-        history, scale = quantizer.leaves
         for leaf in quantizer.leaves:
             is_traced = isinstance(leaf, jax.core.Tracer)
             is_float = is_traced and jnp.issubdtype(leaf.dtype, jnp.floating)
             if not is_float or leaf.ndim < 2:
                 return False
-        check_slots("max_grad: tree", history, scale)
-        leading.add(history.shape[:-1])
+        check_slots("max_grad: tree", *quantizer.leaves)
+        leading.add(quantizer.leaves[0].shape[:-1])
     return len(leading) == 1
 
 
