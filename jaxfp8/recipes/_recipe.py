@@ -63,14 +63,16 @@ class ByQuantizer(NamedTuple):
 
 
 # The tensor and the product of each quantizer.
-_FIRST = (
+_TENSORS = (
     ("input", "fprop"),
     ("kernel", "fprop"),
     ("output_grad", "dgrad"),
     ("output", "fprop"),
     ("input_grad", "dgrad"),
+    ("input", "wgrad"),
+    ("kernel", "dgrad"),
+    ("output_grad", "wgrad"),
 )
-_SECOND = ("input", "wgrad"), ("kernel", "dgrad"), ("output_grad", "wgrad")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -174,12 +176,11 @@ class Recipe:
 
         Equal recipes give the same quantizers: each is made once.
         """
-        first = [self.quantizer(*tensor) for tensor in _FIRST]
-        second = [self.quantizer(*tensor) for tensor in _SECOND]
+        quantizers = [self.quantizer(*tensor) for tensor in _TENSORS]
         for i in range(3):
-            if second[i] == first[i]:
-                second[i] = SharedCodes()
-        return ByQuantizer(*first, *second)
+            if quantizers[5 + i] == quantizers[i]:
+                quantizers[5 + i] = SharedCodes()
+        return ByQuantizer(*quantizers)
 
     def expect(
         self,
