@@ -12,7 +12,7 @@ import numpy as np
 
 from .. import ops
 from ..numerics import FP8_DTYPES
-from ..ops import _blocks
+from ..ops import _blocks, _shapes
 from ..ops._support import is_for_cpu
 
 Block = tuple[int | None, int | None]
@@ -112,10 +112,10 @@ class QTensor:
 
     def transposed(self, batch: int = 0) -> "QTensor":
         """Return the tensor with its rows as columns, `[*batch, *cols, *rows]`."""
-        first = self.ndim - self.cols
-        order = (*range(batch), *range(first, self.ndim), *range(batch, first))
-        data_t = jnp.transpose(self.data, order) if self.data_t is None else self.data_t
-        source = jax.tree.map(lambda x: jnp.transpose(x, order), self.source)
+        rows, cols, data_t = self.ndim - self.cols - batch, self.cols, self.data_t
+        if data_t is None:
+            data_t = _shapes.transpose(self.data, rows, cols)
+        source = jax.tree.map(lambda x: _shapes.transpose(x, rows, cols), self.source)
         scale_inv, scale_inv_t, block = self.scale_inv, None, self.block
         if self.scale_inv_t is not None:
             scale_inv, scale_inv_t = self.scale_inv_t, scale_inv
@@ -130,7 +130,7 @@ class QTensor:
             scale_inv_t=scale_inv_t,
             source=source,
             block=block,
-            cols=first - batch,
+            cols=rows,
         )
 
     def for_next_state(self) -> "QTensor":
