@@ -227,8 +227,8 @@ def scales_from(
         alike.setdefault(algo, {})[i] = history, states[i].scale, largest
     scales = [None] * len(quantizers)
     for algo, group in alike.items():
-        histories, stored, largest = zip(*group.values(), strict=True)
-        results = ops.delayed_scales(histories, stored, fp8_max=largest, algo=algo)
+        histories, old_scales, largest = zip(*group.values(), strict=True)
+        results = ops.delayed_scales(histories, old_scales, fp8_max=largest, algo=algo)
         for i, result in zip(group, results, strict=True):
             scales[i] = Scale(*result)
     return scales
@@ -237,6 +237,9 @@ def scales_from(
 def _chosen(algo, history):
     """Return the amax that a user's function chooses, as a history f32 `(1,)`; below
     zero where an entry of the window is.
+
+    A window without an amax gives 0, so that the scale stays also where the function
+    has a lower bound.
     """
     amax = jnp.asarray(algo(_scaling.clean(history)), jnp.float32).reshape(1)
     amax = jnp.where(is_empty(history), 0, amax)
