@@ -42,8 +42,13 @@ def _hook(name):
 
 # All hooks are here before the first of them is used: JAX stays as it is where one is
 # missing.
-_need_devices = _hook("jax._src.dispatch.prim_requires_devices_during_lowering")
-_linearizations = _hook("jax._src.interpreters.ad.primitive_linearizations")
+# The primitives whose programs JAX lowers for the devices that they will run on:
+# _partition.py asks for these.
+need_devices = _hook("jax._src.dispatch.prim_requires_devices_during_lowering")
+# The rules `(is_vjp, is_linear, *primals, **params) -> linearized(...)`, by primitives
+# that have a jvp as well, from which JAX would derive one at each use. `is_linear` says
+# which operands have tangents.
+linearizations = _hook("jax._src.interpreters.ad.primitive_linearizations")
 _DynamicJaxprTrace = _hook("jax._src.interpreters.partial_eval.DynamicJaxprTrace")
 _LinearizeTrace = _hook("jax._src.interpreters.ad.LinearizeTrace")
 _ExtendedDType = _hook("jax._src.dtypes.ExtendedDType")
@@ -62,19 +67,8 @@ _has_structured = "structured_residuals" in _LinearizeTrace.__init__.__code__.co
 gives_parts_in_place = jax.__version_info__ >= (0, 12)
 
 
-def linearizes_by(op, rule):
-    """Have JAX linearize `op` by a rule; else JAX derives one from the jvp at each use.
-
-    Args:
-        op: a primitive that has a jvp as well.
-        rule: `(is_vjp, is_linear, *primals, **params) -> linearized(...)`. `is_linear`
-            says which operands have tangents.
-    """
-    _linearizations[op] = rule
-
-
 def linearized(results, residuals, function):
-    """Return the result of a rule of `linearizes_by`.
+    """Return the result of a rule of `linearizations`.
 
     Args:
         results: the list of the op's results, all of which have tangents.
@@ -92,16 +86,6 @@ def linearized(results, residuals, function):
     return results, has_tangent, residuals, None, with_structured
 
 
-def is_of_one_array(tangent):
-    """Tell whether the gradient that this tangent belongs to is of one array; False
-    inside of `jax.checkpoint`.
-    """
-    # The trace of a tangent is that of the linear function, whose inputs are the arrays
-    # of the gradient.
-    frame = getattr(getattr(tangent, "_trace", None), "frame", None)
-    return len(getattr(frame, "invars", ())) == 1
-
-
 def outermost_trace(tangent):
     """Return the outermost trace around a tangent: that of the `jit` around a gradient,
     or that of the gradient.
@@ -113,13 +97,6 @@ def outermost_trace(tangent):
     ):
         trace = outer
     return trace
-
-
-def needs_devices(op):
-    """Make JAX lower programs with `op` for the devices they will run on: _partition.py
-    asks for them.
-    """
-    _need_devices.add(op)
 
 
 def devices_of(ctx):
@@ -215,7 +192,11 @@ class _MaxRules:
 
 
 @dataclasses.dataclass(frozen=True)
-class _MaxDtype(_ExtendedDType):
+class MaxDtype(_ExtendedDType):
+    """A dtype called `name` whose cotangents, as float32, meet in
+    `max(clean(a), clean(b))`.
+    """
+
     name: str
     clean: Callable[..., Any]
     _rules: type = _MaxRules
@@ -226,19 +207,11 @@ class _MaxDtype(_ExtendedDType):
         return self.name
 
 
-MAX_DTYPE = _MaxDtype("float32_max", lambda x: x)
-
-
-def _add_concrete(x, y):
-    return combined(x, y) if is_max(x) else _other_adder(x, y)
+MAX_DTYPE = MaxDtype("float32_max", lambda x: x)
 
 
 # jax.debug_nans reads this attribute.
 _EArray.addressable_shards = property(lambda self: self._data.addressable_shards)
-# Outside of jit autodiff adds concrete arrays of an extended dtype, and JAX has no
-# adder for their type.
-_other_adder = _adders.get(_EArray)
-_adders[_EArray] = _add_concrete
 
 
 def _refuse_broadcast_of_state(ct, *args, **params):
@@ -269,8 +242,7 @@ def _stop_gradient(x):
 _lax_module._stop_gradient = _stop_gradient
 
 
-# What `once` knows of tracers, by their id: {key: (references to operands, references
-# to results)}.
+# References to the results that `once` knows, by the function and the ids of operands.
 known_results = {}
 
 
@@ -291,19 +263,10 @@ def once(function, operands, *static):
     traces = [getattr(x, "_trace", None) for x in operands]
     if traces[0] is None or traces.count(traces[0]) < len(traces):
         return function(operands, *static)
-    # What is known of a tracer dies with it.
-    name = id(operands[0])
-    if name not in known_results:
-        known_results[name] = {}
-        weakref.finalize(operands[0], known_results.pop, name)
-    results_of_first = known_results[name]
     key = function, tuple(map(id, operands)), static
-    if key in results_of_first:
-        then, held = results_of_first[key]
-        # The id of a tracer that has died may be that of another tracer now.
-        is_same = all(x() is operand for x, operand in zip(then, operands, strict=True))
-        results = [x() for x in held]
-        if is_same and all(result is not None for result in results):
+    if key in known_results:
+        results = [reference() for reference in known_results[key]]
+        if all(result is not None for result in results):
             return results
     mesh = jax.typeof(operands[0]).sharding.mesh
     with set_current_trace(traces[0]), use_abstract_mesh(mesh):
@@ -314,7 +277,10 @@ def once(function, operands, *static):
     # A result of `jit`'s trace holds its operands, and lives as long as it is used.
     is_of_jit = isinstance(traces[0], _DynamicJaxprTrace)
     hold = weakref.ref if is_of_jit else _strong_reference
-    results_of_first[key] = list(map(weakref.ref, operands)), list(map(hold, results))
+    known_results[key] = list(map(hold, results))
+    # What is known of a tracer dies with it: its id may be that of another one then.
+    for x in operands:
+        weakref.finalize(x, known_results.pop, key, None)
     return results
 
 
@@ -381,7 +347,7 @@ _FLOAT32 = jnp.dtype(jnp.float32)
 
 
 def cast(xs, dtypes):
-    """Return arrays in other dtypes, those that `max_dtype` makes among them."""
+    """Return arrays in other dtypes, a MaxDtype among them."""
     return _cast_p.bind(*xs, dtypes=tuple(dtypes))
 
 
@@ -389,29 +355,25 @@ def cast(xs, dtypes):
 METHODS_OF_ARRAYS = ("jax._src.earray", "jax._src.numpy.array_methods")
 
 
-def max_dtype(name, clean):
-    """Return a dtype called `name` whose cotangents, as float32, meet in
-    `max(clean(a), clean(b))`.
-    """
-    return _MaxDtype(name, clean)
-
-
 def is_max(x):
-    """Return whether `x` is an array of the max dtype, or of another dtype that
-    `max_dtype` made.
-    """
-    return isinstance(getattr(x, "dtype", None), _MaxDtype)
+    """Return whether `x` is an array of the max dtype, or of another MaxDtype."""
+    return isinstance(getattr(x, "dtype", None), MaxDtype)
 
 
 def holds_max(tree):
-    """Tell whether any leaf of `tree` has a dtype that `max_dtype` made."""
+    """Tell whether any leaf of `tree` has a MaxDtype."""
     return any(map(is_max, jax.tree.leaves(tree)))
 
 
 def combined(x, y):
-    """Combine two arrays of one dtype that `max_dtype` made, as autodiff does."""
+    """Combine two arrays of one MaxDtype, as autodiff does."""
     clean = x.dtype.clean
     return to_max(lax.max(clean(plain(x)), clean(plain(y))), x.dtype)
+
+
+# Outside of jit autodiff adds concrete arrays of an extended dtype, and JAX has no
+# adder for their type.
+_adders[_EArray] = combined
 
 
 def largest(x):
@@ -424,16 +386,15 @@ def largest(x):
 
 
 def to_max(x, dtype=MAX_DTYPE):
-    """Convert a float array to the max dtype, or to another dtype that `max_dtype`
-    made; an array of such a dtype stays as it is. One value has the same result
-    wherever it is used.
+    """Convert a float array to the max dtype, or to another MaxDtype; an array of such
+    a dtype stays as it is. One value has the same result wherever it is used.
     """
     return x if is_max(x) else once(cast, [x], (dtype,))[0]
 
 
 def with_max(tree):
     """Return a tree with traced float arrays in the max dtype, others in float32; an
-    array of a dtype that `max_dtype` made stays as it is.
+    array of a MaxDtype stays as it is.
     """
 
     def convert(x):
@@ -445,7 +406,7 @@ def with_max(tree):
 
 
 def plain(tree):
-    """Return a tree with float32 in the place of the dtypes that `max_dtype` made."""
+    """Return a tree with float32 in the place of each MaxDtype."""
     leaves, structure = jax.tree.flatten(tree)
     places = [i for i, leaf in enumerate(leaves) if is_max(leaf)]
     if places:

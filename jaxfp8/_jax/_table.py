@@ -47,10 +47,8 @@ def table(rows, columns, form="", right=math.inf):
 
 def natural(path):
     """Return a sorting key for paths in which `layers_2` is before `layers_10`."""
-    return [
-        [int(piece) if piece.isdigit() else piece for piece in re.split(r"(\d+)", part)]
-        for part in path.split("/")
-    ]
+    padded = re.sub(r"\d+", lambda number: number[0].zfill(9), path)
+    return padded.split("/")
 
 
 def member(index):

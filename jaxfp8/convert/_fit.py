@@ -35,8 +35,7 @@ def resize_history(tree: Any, amax_history_len: int) -> Any:
 
     Args:
         tree: any tree with history f32 `(..., H)` and scale f32 `(..., 1)` side by
-            side: a variables dict, a TrainState, an NNX state, a `DotGeneralState`. The
-            slots may be on another axis, as transforms that stack layers leave them.
+            side: a variables dict, a TrainState, an NNX state, a `DotGeneralState`.
         amax_history_len: the new length, at least 1, which the recipe has to have too.
 
     Returns:
@@ -49,15 +48,15 @@ def resize_history(tree: Any, amax_history_len: int) -> Any:
     """
     DelayedScaling(amax_history_len=amax_history_len)  # the rule of lengths
 
-    def resized(history, scale, axis):
-        return _resize(history, amax_history_len, axis), scale
+    def resized(history, scale):
+        return _resize(history, amax_history_len), scale
 
     return _map_quantizers("resize_history", _state_tree.flatten(tree), resized)
 
 
 def _map_quantizers(where, flat, function):
-    """Return a tree in which `function(history, scale, slot_axis)` replaces history and
-    scale of each quantizer.
+    """Return a tree in which `function(history, scale)` replaces history and scale of
+    each quantizer.
     """
     # Without this check a tree without histories would come back unchanged, and the
     # error would come from the model.
@@ -69,19 +68,17 @@ def _map_quantizers(where, flat, function):
     values = {}
     for quantizer in flat.quantizers:
         pair = list(map(jnp.asarray, quantizer.leaves))
-        # Transforms stack state along any axis, so the slots need not be last.
-        axis = _state_tree.slot_axis(f"{where}: tree: {quantizer.name}", *pair)
-        values |= zip(quantizer.positions, function(*pair, axis), strict=True)
+        _state_tree.check_slots(f"{where}: tree: {quantizer.name}", *pair)
+        values |= zip(quantizer.positions, function(*pair), strict=True)
     return flat.replace(values)
 
 
-def _resize(history, length, axis=-1):
-    """Resize a history of H slots along `axis` to `length` slots."""
-    oldest_first = jnp.roll(jnp.moveaxis(jnp.asarray(history), axis, -1), -1, -1)
+def _resize(history, length):
+    """Resize a history `(..., H)` to `length` slots."""
+    oldest_first = jnp.roll(jnp.asarray(history), -1, -1)
     kept = oldest_first[..., -length:]
     pads = [(0, 0)] * (kept.ndim - 1) + [(length - kept.shape[-1], 0)]
-    resized = jnp.roll(jnp.pad(kept, pads), 1, -1)
-    return jnp.moveaxis(resized, -1, axis)
+    return jnp.roll(jnp.pad(kept, pads), 1, -1)
 
 
 def merge_state(
@@ -213,10 +210,10 @@ def reset_state(tree: Any, *, only_bad: bool = False) -> Any:
     if below_zero := _below_zero.describe(flat):
         _warnings.warn(f"reset_state: tree: {below_zero}", FP8StateWarning)
 
-    def reset(history, scale, axis):
+    def reset(history, scale):
         # One slot below zero gives its whole row a NaN scale, so the row is reset as a
         # whole.
-        is_reset = jnp.any(_scaling.below_zero(history), axis, keepdims=True)
+        is_reset = jnp.any(_scaling.below_zero(history), -1, keepdims=True)
         is_reset |= _scaling.below_zero(scale) | (not only_bad)
         return jnp.where(is_reset, 0, history), jnp.where(is_reset, 1, scale)
 

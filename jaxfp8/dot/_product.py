@@ -281,10 +281,7 @@ def _linearize(is_vjp, is_linear, *primals, product, tree):
     # Operands without a tangent get no gradient: the backward leaves out their product.
     def linear(residuals, *tangents):
         tangents = [t for t, linear in zip(tangents, is_linear, strict=False) if linear]
-        # A gradient of one array that is no kernel, such as a saliency map, is no step
-        # of training.
-        is_of_input = differentiated == ("x",) and _compat.is_of_one_array(tangents[0])
-        if is_left_out and not is_of_input:
+        if is_left_out:
             where = _compat.outermost_trace(tangents[0])
             is_updated = jax.tree.leaves(of_state)
             warn_of_state(product.quantizers, is_updated, product.layer, where)
@@ -434,11 +431,11 @@ product_p = Primitive("fp8_product")
 product_p.multiple_results = True
 product_p.def_abstract_eval(_abstract)
 product_p.def_impl(compiled(product_p))
-_compat.needs_devices(product_p)
+_compat.need_devices.add(product_p)
 mlir.register_lowering(product_p, mlir.lower_fun(_primal, multiple_results=True))
 batching.primitive_batchers[product_p] = _batch
 ad.primitive_jvps[product_p] = _jvp
-_compat.linearizes_by(product_p, _linearize)
+_compat.linearizations[product_p] = _linearize
 
 _linear_p = linear_primitive(
     "fp8_product_linear", lambda *args, outs, **params: outs, _transpose

@@ -209,10 +209,7 @@ def quantizers(where: str, tree) -> list[tuple[str, Any, Any]]:
         if "opt_state" in flat.paths[quantizer.positions[0]]:
             continue
         leaves = quantizer.leaves
-        axis = _state_tree.slot_axis(f"{where}: {quantizer.name}", *leaves)
-        # Transforms stack along any axis; here the slots go last.
-        if axis not in (-1, leaves[0].ndim - 1):
-            leaves = [jax.numpy.moveaxis(leaf, axis, -1) for leaf in leaves]
+        _state_tree.check_slots(f"{where}: {quantizer.name}", *leaves)
         collection = f"/{_state_tree.OVERWRITE_WITH_GRADIENT}/"
         name = f"/{quantizer.name}".partition(collection)[2] or quantizer.name
         arrays.append((name, *leaves))

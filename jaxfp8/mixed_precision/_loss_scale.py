@@ -91,13 +91,13 @@ class DynamicLossScale:
             self.growth_factor,
             "growth_factor",
             "a number above 1, and finite, in float32",
-            lambda factor: 1 < _scaling.to_float32(factor) < np.inf,
+            lambda factor: 1 < np.float32(factor) < np.inf,
         )
         _check(
             self.backoff_factor,
             "backoff_factor",
             "a number between 0 and 1 in float32",
-            lambda factor: 0 < _scaling.to_float32(factor) < 1,
+            lambda factor: 0 < np.float32(factor) < 1,
         )
         _check(
             self.growth_interval,

@@ -5,8 +5,7 @@ XLA's casts to FP8 go through float16 on some platforms (two roundings), and XLA
 threads read and write subnormal floats as zero.
 """
 
-import dataclasses
-from typing import ClassVar
+import enum
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,8 +21,12 @@ _QUIET_NAN_BITS = 0x7FC00000
 _SIGN_BIT = -0x80000000
 
 
-@dataclasses.dataclass(frozen=True)
-class Format:
+_E4M3_DTYPE = np.dtype(jnp.float8_e4m3fn)
+_E5M2_DTYPE = np.dtype(jnp.float8_e5m2)
+FP8_DTYPES = (_E4M3_DTYPE, _E5M2_DTYPE)
+
+
+class Format(enum.Enum):
     """An FP8 format, or a pair of them.
 
     Attributes:
@@ -40,13 +43,13 @@ class Format:
     Source: Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433.
     """
 
-    name: str
-    dtype: np.dtype
-    backward_dtype: np.dtype
+    E4M3 = _E4M3_DTYPE, _E4M3_DTYPE
+    E5M2 = _E5M2_DTYPE, _E5M2_DTYPE
+    HYBRID = _E4M3_DTYPE, _E5M2_DTYPE
 
-    E4M3: ClassVar["Format"]
-    E5M2: ClassVar["Format"]
-    HYBRID: ClassVar["Format"]
+    def __init__(self, dtype: np.dtype, backward_dtype: np.dtype) -> None:
+        self.dtype = dtype
+        self.backward_dtype = backward_dtype
 
     @property
     def max(self) -> float:
@@ -58,15 +61,10 @@ class Format:
     def __repr__(self) -> str:
         return self.name
 
+    __str__ = __repr__
 
-_E4M3_DTYPE = np.dtype(jnp.float8_e4m3fn)
-_E5M2_DTYPE = np.dtype(jnp.float8_e5m2)
-FP8_DTYPES = (_E4M3_DTYPE, _E5M2_DTYPE)
 
-E4M3 = Format("E4M3", _E4M3_DTYPE, _E4M3_DTYPE)
-E5M2 = Format("E5M2", _E5M2_DTYPE, _E5M2_DTYPE)
-HYBRID = Format("HYBRID", _E4M3_DTYPE, _E5M2_DTYPE)
-Format.E4M3, Format.E5M2, Format.HYBRID = E4M3, E5M2, HYBRID
+E4M3, E5M2, HYBRID = Format
 
 
 def fp8_max(dtype):

@@ -23,18 +23,6 @@ from . import _tpu
 MAX_SCALE = 2.0**126
 MIN_SCALE = 2.0**-126
 
-
-def to_float32(number):
-    """Round a number to float32; also an int that is too large for any float gives
-    infinity.
-    """
-    try:
-        with np.errstate(over="ignore", under="ignore"):
-            return np.float32(number)
-    except OverflowError:
-        return np.float32(np.inf if number > 0 else -np.inf)
-
-
 _INF_BITS = 0x7F800000
 _MANTISSA_BITS = 0x007FFFFF
 _HIDDEN_BIT = 0x00800000

@@ -171,7 +171,7 @@ class Op:
         for platform in (None, "tpu", "cpu", "cuda"):
             rule = functools.partial(_lower, platform)
             mlir.register_lowering(primitive, rule, platform=platform)
-        _compat.needs_devices(primitive)
+        _compat.need_devices.add(primitive)
         PRIMITIVES.append(primitive)
 
     def __call__(self, *operands):

@@ -56,7 +56,7 @@ from ._state import (
     keeps_state,
     variable_names,
 )
-from ._state_tree import OVERWRITE_WITH_GRADIENT, slot_axis
+from ._state_tree import OVERWRITE_WITH_GRADIENT
 from ._tensor import (
     Block,
     QTensor,

@@ -5,26 +5,15 @@ import threading
 
 import jax
 
+from ..ops import _checks
 from ._recipe import HighPrecision, Recipe, checked
 
 # The recipe of the innermost region: None is the default, False high precision for all.
 # This context is part of jit's cache key: another recipe is another program. Each
 # thread has its own region.
 _region = jax.make_user_context(default_value=None)
-
-
-class _Thread(threading.local):
-    """The open regions of a thread, outermost first.
-
-    Attributes:
-        regions: by the context of JAX, the recipe of the region.
-    """
-
-    def __init__(self):
-        self.regions = {}
-
-
-_thread = _Thread()
+# The open regions of each thread, outermost first: the recipe by the context of JAX.
+_thread = threading.local()
 
 
 @contextlib.contextmanager
@@ -61,9 +50,8 @@ def autocast(recipe: Recipe | None = None, enabled: bool = True):
     """
     if recipe is not None:
         checked("autocast: recipe", recipe)
-    if not isinstance(enabled, bool):
-        raise TypeError(f"autocast: enabled: expected a bool, got {enabled!r}")
-    region, regions = enabled and recipe, _thread.regions
+    region = _checks.flag("autocast", "enabled", enabled) and recipe
+    regions = _thread.__dict__.setdefault("regions", {})
     context = _region(region)
     regions[context] = region
     context.__enter__()

@@ -70,8 +70,6 @@ class CustomRecipe(Recipe):
         is_class = isinstance(self.qfactory, (type, Recipe))
         is_function = callable(self.qfactory) and not is_class
         self.expect(is_function, "qfactory", "a function of a role", TypeError)
-        needed = "a function that hashes; make its class frozen"
-        self.expect(_hashes(self.qfactory), "qfactory", needed, TypeError)
         super().__post_init__()
 
     def quantizer(self, tensor: str, product: str) -> Quantizer:
@@ -99,20 +97,14 @@ def _quantizer(qfactory, role) -> Quantizer:
         raise TypeError(
             f"CustomRecipe: qfactory: expected {needed}, got {quantizer!r}{hint}"
         )
-    if not _hashes(quantizer):
+    try:
+        hash(quantizer)
+    except TypeError:
         raise TypeError(
             f"CustomRecipe: qfactory: expected for {role!r} a quantizer with a "
             "hash, as programs with equal quantizers are the same program; got "
             f"{quantizer!r}: make it a dataclass with frozen=True"
-        )
+        ) from None
     # Check the first state once, here; every layer will make one.
     quantizer.check_init()
     return quantizer
-
-
-def _hashes(value) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True

@@ -149,8 +149,7 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
                 raise TypeError(
                     f"{name}: expected a QuantizerState of arrays, got {state!r}"
                 )
-            is_float = jnp.issubdtype(leaf.dtype, jnp.floating) or _compat.is_max(leaf)
-            if not (is_float and getattr(leaf.dtype, "isnative", True)):
+            if not (jnp.issubdtype(leaf.dtype, jnp.floating) or _compat.is_max(leaf)):
                 raise TypeError(f"{name}: expected float32 leaves, got {leaf.dtype}")
         # The shapes tell what has most likely happened: state of a stack, or of another
         # history length.
@@ -217,43 +216,34 @@ def scales_from(
     quantizers: Sequence[DelayedScalingQuantizer], states: Sequence[QuantizerState]
 ) -> list[Scale]:
     """Compute the scales of states of delayed scaling, f32; one op serves quantizers
-    with equal options.
+    that choose from their windows in the same way.
     """
-    scales, alike = [None] * len(states), {}
-    for i, q in enumerate(quantizers):
-        alike.setdefault((q.margin, q.amax_compute_algo), []).append(i)
-    for (margin, algo), positions in alike.items():
-        is_named = isinstance(algo, str)
-        results = ops.delayed_scales(
-            [states[i].amax_history for i in positions],
-            [states[i].scale.reshape(1) for i in positions],
-            fp8_max=[fp8_max(quantizers[i].fp8_dtype) for i in positions],
-            margin=margin,
-            algo=algo if is_named else "max",
-        )
-        for i, (scale, scale_inv, zero) in zip(positions, results, strict=True):
-            if not is_named:
-                pair = _scale_of_window(quantizers[i], states[i], jnp.isnan(scale))
-                scale, scale_inv = pair
-            scales[i] = Scale(scale, scale_inv, zero)
+    alike = {}
+    for i, quantizer in enumerate(quantizers):
+        history, algo = states[i].amax_history, quantizer.amax_compute_algo
+        if callable(algo):
+            history, algo = _chosen(algo, history), "max"
+        largest = fp8_max(quantizer.fp8_dtype) * 2.0**-quantizer.margin
+        alike.setdefault(algo, {})[i] = history, states[i].scale, largest
+    scales = [None] * len(quantizers)
+    for algo, group in alike.items():
+        histories, old_scales, largest = zip(*group.values(), strict=True)
+        results = ops.delayed_scales(histories, old_scales, fp8_max=largest, algo=algo)
+        for i, result in zip(group, results, strict=True):
+            scales[i] = Scale(*result)
     return scales
 
 
-def _scale_of_window(quantizer, state, is_below_zero):
-    """Return the scale and scale_inv of the amax that a user's function chooses.
+def _chosen(algo, history):
+    """Return the amax that a user's function chooses, as a history f32 `(1,)`; below
+    zero where an entry of the window is.
 
-    An empty history gives 0, so that the stored scale counts also where the function
+    A window without an amax gives 0, so that the scale stays also where the function
     has a lower bound.
     """
-    history = _scaling.clean(state.amax_history)
-    amax = jnp.asarray(quantizer.amax_compute_algo(history), jnp.float32).reshape(1)
-    amax = jnp.where(is_empty(history), jnp.zeros_like(amax), amax)
-    return ops.amax_to_scale(
-        jnp.where(is_below_zero, jnp.float32(-1), amax),
-        state.scale.reshape(1),
-        fp8_max=fp8_max(quantizer.fp8_dtype),
-        margin=quantizer.margin,
-    )
+    amax = jnp.asarray(algo(_scaling.clean(history)), jnp.float32).reshape(1)
+    amax = jnp.where(is_empty(history), 0, amax)
+    return jnp.where(jnp.any(_scaling.below_zero(history)), -1, amax)
 
 
 def is_empty(history: jax.Array) -> jax.Array:

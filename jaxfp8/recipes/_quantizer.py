@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..numerics import FP8_DTYPES, Format
+from ..numerics import FP8_DTYPES, HYBRID
 from ..ops import _checks, _shapes
 from ._tensor import QTensor
 
@@ -225,9 +225,7 @@ class Quantizer:
         one_scale = (1, 1) if batch else (1,)
 
         def as_scales(scale):
-            if scale.ndim < 2:
-                return scale.reshape(one_scale)
-            return scale
+            return scale if scale.ndim == 2 else scale.reshape(one_scale)
 
         def of_matrix(matrix):
             matrix = matrix.mT if contract_first else matrix
@@ -275,7 +273,7 @@ class FP8Quantizer(Quantizer):
     def __post_init__(self) -> None:
         dtype = self.fp8_dtype
         # HYBRID has two dtypes; numpy takes the other formats as theirs.
-        if isinstance(dtype, Format) and dtype.dtype != dtype.backward_dtype:
+        if dtype is HYBRID:
             dtype = dtype.name
         dtype = _checks.dtype(type(self).__name__, "fp8_dtype", dtype, FP8_DTYPES)
         object.__setattr__(self, "fp8_dtype", dtype)

@@ -28,7 +28,7 @@ from ._tensor import QTensor
 
 # The cotangents of a scale are amaxes, finite or not; those of a scale_inv need no
 # cleaning.
-_AMAX = _compat.max_dtype("float32_max_amax", _scaling.clean)
+_AMAX = _compat.MaxDtype("float32_max_amax", _scaling.clean)
 _RECORDED = _AMAX, _compat.MAX_DTYPE
 
 

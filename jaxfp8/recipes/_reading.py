@@ -23,7 +23,7 @@ from .. import ops
 from .._jax import _compat
 from ..numerics import HYBRID, _scaling, fp8_max
 from ._state import DotGeneralState
-from ._state_tree import StateTree, slot_axis
+from ._state_tree import StateTree, check_slots
 
 _OPERANDS = ("input", "kernel", "output_grad")
 # The dtypes whose scales a reading has, by operand.
@@ -42,9 +42,9 @@ def _usable(ct):
 
 # A cotangent of this dtype holds the amax that each quantizer recorded, finite or not,
 # and its scale_inv; zeros for a quantizer that did not run.
-READING = _compat.max_dtype("float32_max_reading", _usable)
+READING = _compat.MaxDtype("float32_max_reading", _usable)
 # That of a reading which is no iteration's, but a row's of a StackedState.
-ROW = _compat.max_dtype("float32_max_row", _usable)
+ROW = _compat.MaxDtype("float32_max_row", _usable)
 
 
 def is_reading(x: Any) -> bool:
@@ -87,25 +87,21 @@ def stacked_products(flat: StateTree) -> list[list]:
     for by_operand in products.values():
         if set(by_operand) == set(_OPERANDS):
             quantizers = [by_operand[operand] for operand in _OPERANDS]
-            if _is_stacked(flat, quantizers):
+            if _is_stacked(quantizers):
                 stacked.append(quantizers)
     return stacked
 
 
-def _is_stacked(flat, quantizers) -> bool:
+def _is_stacked(quantizers) -> bool:
     leading = set()
     for quantizer in quantizers:
-        history, scale = quantizer.leaves
         for leaf in quantizer.leaves:
             is_traced = isinstance(leaf, jax.core.Tracer)
             is_float = is_traced and jnp.issubdtype(leaf.dtype, jnp.floating)
             if not is_float or leaf.ndim < 2:
                 return False
-        # A loop over another axis than the leading ones may have moved the slots from
-        # the last axis.
-        if slot_axis("max_grad: tree", history, scale) != history.ndim - 1:
-            return False
-        leading.add(history.shape[:-1])
+        check_slots("max_grad: tree", *quantizer.leaves)
+        leading.add(quantizer.leaves[0].shape[:-1])
     return len(leading) == 1
 
 

@@ -63,14 +63,16 @@ class ByQuantizer(NamedTuple):
 
 
 # The tensor and the product of each quantizer.
-_FIRST = (
+_TENSORS = (
     ("input", "fprop"),
     ("kernel", "fprop"),
     ("output_grad", "dgrad"),
     ("output", "fprop"),
     ("input_grad", "dgrad"),
+    ("input", "wgrad"),
+    ("kernel", "dgrad"),
+    ("output_grad", "wgrad"),
 )
-_SECOND = ("input", "wgrad"), ("kernel", "dgrad"), ("output_grad", "wgrad")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -167,13 +169,18 @@ class Recipe:
         """
         raise NotImplementedError(f"{type(self).__name__}: quantizer_in")
 
+    @functools.lru_cache(maxsize=256)  # noqa: B019  recipes are few, and without arrays
     def quantizers(self) -> ByQuantizer:
         """Return the quantizers of a product, `quantizer` of each tensor: of x, kernel,
         grad, y and the gradient of x; then those of second products.
 
         Equal recipes give the same quantizers: each is made once.
         """
-        return _quantizers(self)
+        quantizers = [self.quantizer(*tensor) for tensor in _TENSORS]
+        for i in range(3):
+            if quantizers[5 + i] == quantizers[i]:
+                quantizers[5 + i] = SharedCodes()
+        return ByQuantizer(*quantizers)
 
     def expect(
         self,
@@ -230,16 +237,13 @@ class Recipe:
             where = type(self).__name__, "wgrad_dtype"
             dtype = _checks.dtype(*where, self.wgrad_dtype, _checks.HIGH_PRECISION)
             object.__setattr__(self, "wgrad_dtype", dtype)
-
-
-@functools.lru_cache(maxsize=256)
-def _quantizers(recipe) -> ByQuantizer:
-    first = [recipe.quantizer(*tensor) for tensor in _FIRST]
-    second = [recipe.quantizer(*tensor) for tensor in _SECOND]
-    for i in range(3):
-        if second[i] == first[i]:
-            second[i] = SharedCodes()
-    return ByQuantizer(*first, *second)
+        try:
+            hash(self)
+        except TypeError as error:
+            raise TypeError(
+                f"{type(self).__name__}: expected options that hash, as programs are "
+                f"cached by the recipe: {error}; make their classes frozen"
+            ) from None
 
 
 def checked(where: str, recipe: Any) -> Recipe:

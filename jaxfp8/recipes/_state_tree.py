@@ -112,28 +112,23 @@ def _refuse_weight_norm(paths) -> None:
             )
 
 
-def slot_axis(where: str, history, scale) -> int:
-    """Return the axis of the slots of a history; all other axes are rows.
+def check_slots(where: str, history, scale) -> None:
+    """Raise unless the slots of a history are on its last axis; all other axes are
+    rows.
 
     Args:
         where: the function, the argument and the quantizer, for the message.
         history, scale: the arrays of the quantizer.
 
     Raises:
-        ValueError: the two shapes do not fit.
+        ValueError: they are not, or the scale does not have one element for each row.
     """
-    if len(history.shape) == len(scale.shape) > 0:
-        axes = range(len(scale.shape))
-        differ = [i for i in axes if history.shape[i] != scale.shape[i]]
-        # The scale has one element along the slots. With H = 1 the history has no other
-        # shape than the scale.
-        slots = [i for i in differ or axes if scale.shape[i] == 1]
-        if slots and len(differ) <= 1:
-            return slots[-1]
-    raise ValueError(
-        f"{where}: expected a history (..., H) and a scale (..., 1), got shapes "
-        f"{history.shape} and {scale.shape}"
-    )
+    if not history.shape or scale.shape != (*history.shape[:-1], 1):
+        raise ValueError(
+            f"{where}: expected a history (..., H) and a scale (..., 1), got shapes "
+            f"{history.shape} and {scale.shape}; transforms of layers stack state on "
+            "axis 0"
+        )
 
 
 def is_variable(x) -> bool:

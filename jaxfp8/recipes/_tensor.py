@@ -12,7 +12,7 @@ import numpy as np
 
 from .. import ops
 from ..numerics import FP8_DTYPES
-from ..ops import _blocks
+from ..ops import _blocks, _shapes
 from ..ops._support import is_for_cpu
 
 Block = tuple[int | None, int | None]
@@ -112,10 +112,10 @@ class QTensor:
 
     def transposed(self, batch: int = 0) -> "QTensor":
         """Return the tensor with its rows as columns, `[*batch, *cols, *rows]`."""
-        first = self.ndim - self.cols
-        order = (*range(batch), *range(first, self.ndim), *range(batch, first))
-        data_t = jnp.transpose(self.data, order) if self.data_t is None else self.data_t
-        source = jax.tree.map(lambda x: jnp.transpose(x, order), self.source)
+        rows, cols, data_t = self.ndim - self.cols - batch, self.cols, self.data_t
+        if data_t is None:
+            data_t = _shapes.transpose(self.data, rows, cols)
+        source = jax.tree.map(lambda x: _shapes.transpose(x, rows, cols), self.source)
         scale_inv, scale_inv_t, block = self.scale_inv, None, self.block
         if self.scale_inv_t is not None:
             scale_inv, scale_inv_t = self.scale_inv_t, scale_inv
@@ -130,7 +130,7 @@ class QTensor:
             scale_inv_t=scale_inv_t,
             source=source,
             block=block,
-            cols=first - batch,
+            cols=rows,
         )
 
     def for_next_state(self) -> "QTensor":
@@ -161,34 +161,21 @@ class QTensor:
 
         Args:
             function: array -> array; called with the codes as uint8, and with the
-                source. The function may move elements, not change them. Scales of
-                square blocks go through it too, so it has to move whole blocks.
+                source. The function may move elements, not change them.
 
         Returns:
             A QTensor without `data_t`.
 
         Raises:
-            ValueError: the tensor has a scale for each block, and the blocks are not
-                square, so that `data_t` has codes of its own; or `function` gives codes
-                and scales whose shapes do not fit.
+            ValueError: the tensor has not one scale.
         """
-        if not self.has_one_code:
-            raise ValueError(
-                "QTensor.map: expected a tensor with one scale, or with square "
-                f"blocks, got scales of shape {self.scale_inv.shape} for blocks "
-                f"{self.block}; move the kernel before it is quantized"
-            )
-        q = self.moved(function)
         if not self.has_one_scale:
-            got = q.scale_inv.shape
-            needed = (*q.shape[:-2], *_blocks.count(self.block, *q.shape[-2:]))
-            if self.ndim != self.scale_inv.ndim or got != needed:
-                raise ValueError(
-                    f"QTensor.map: function: expected whole blocks {self.block} to "
-                    f"move, scales {needed} beside codes {q.shape}; got {got}; move "
-                    "the kernel before it is quantized"
-                )
-        return q
+            raise ValueError(
+                "QTensor.map: expected a tensor with one scale, got scales of shape "
+                f"{self.scale_inv.shape} for blocks {self.block}; move the kernel "
+                "before it is quantized"
+            )
+        return self.moved(function)
 
     def moved(self, function: Callable[[jax.Array], jax.Array]) -> "QTensor":
         """Return the QTensor without `data_t`, with codes, scales of blocks and source

@@ -95,7 +95,7 @@ def _next_of_quantizers(before, gradient) -> tuple[dict, dict]:
         then = [gradient.get(before.paths[i]) for i in q.positions]
         if any(leaf is None for leaf in then):
             continue
-        _state_tree.slot_axis(f"update_state: old: {q.name}", *q.leaves)
+        _state_tree.check_slots(f"update_state: old: {q.name}", *q.leaves)
         _check_shapes(q.name, q.leaves, then)
         leaves = (*q.leaves, *then)
         kind = tuple(map(jax.typeof, leaves))
@@ -187,25 +187,22 @@ def _next_quantizers(quantizers):
             new leaves.
 
     Returns:
-        `(histories, scales, factors)`: two lists of leaves, and f32
+        `(histories, scales, factors)`: two tuples of leaves, and f32
         `[quantizers, *batch, 1]`, the factor on the cotangent of each row; NaN where
         the row's old state is below zero.
     """
-    # 1. Move the slots to the last axis. The state's scale is the scale_inv of the last
-    #    step.
-    axis = _state_tree.slot_axis("update_state", *quantizers[0][:2])
-    columns = [
-        [jnp.moveaxis(x, axis, -1).astype(jnp.float32) for x in leaves]
-        for leaves in zip(*quantizers, strict=True)
-    ]
-    # 2. Find the numbers to write, six of each row as `write_histories` takes them.
+    # 1. Find the numbers to write, six of each row as `write_histories` takes them. The
+    #    state's scale is the scale_inv of the last step.
+    columns = []
+    for leaves in zip(*quantizers, strict=True):
+        columns.append([x.astype(jnp.float32) for x in leaves])
     *numbers, factors = ops.undo_factors(*map(_stacked, columns))
     recorded = jnp.concatenate(numbers, axis=-1)
     padding = [(0, 0, 0)] * recorded.ndim
     padding[-1] = (0, ops.READING_NUMBERS - len(numbers), 0)
     recorded = lax.pad(recorded, np.float32(0), padding)
     recorded = jnp.moveaxis(recorded, 0, -2)
-    # 3. Write the histories and scales, as those of products that one call takes.
+    # 2. Write the histories and scales, as those of products that one call takes.
     pairs = list(zip(*columns[:2], strict=True))
     calls = []
     rows = []
@@ -216,8 +213,6 @@ def _next_quantizers(quantizers):
         rows.append(row.reshape(*row.shape[:-2], -1))
     written = ops.write_histories(calls, rows)
     histories, scales = zip(*itertools.chain.from_iterable(written), strict=True)
-    histories = [jnp.moveaxis(x, -1, axis) for x in histories]
-    scales = [jnp.moveaxis(x, -1, axis) for x in scales]
     return histories, scales, factors
 
 

@@ -215,10 +215,11 @@ def test_qfactory_without_a_hash():
         def __call__(self, role):
             return Grid(self.steps)
 
-    with pytest.raises(
-        TypeError, match="CustomRecipe: qfactory: expected a function that hashes"
-    ):
+    needed = "expected options that hash.*unhashable type: 'Factory'"
+    with pytest.raises(TypeError, match=f"CustomRecipe: {needed}"):
         jaxfp8.CustomRecipe(Factory())
+    with pytest.raises(TypeError, match=f"DelayedScaling: {needed}"):
+        jaxfp8.DelayedScaling(amax_compute_algo=Factory())
 
 
 def wrong(quantize, init=None, qgemm=None):

@@ -1,5 +1,6 @@
 """What state may hold: what trainers leave, bfloat16, bad values, nothing to see."""
 
+import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
@@ -102,6 +103,18 @@ def test_bf16_state_is_read_as_f32():
     expected = oracle.dense_step(*operands, state)
     expected.check(y=y, dgrad=dx, wgrad=dkernel)
     assert_state(got, expected.state, "bf16 state", BF16)
+
+
+def test_a_function_with_a_lower_bound():
+    """A window without an amax keeps the scale."""
+    recipe = jaxfp8.DelayedScaling(
+        amax_history_len=4, amax_compute_algo=lambda history: 2 + jnp.max(history)
+    )
+    state = jaxfp8.recipes.QuantizerState(jnp.zeros(4), jnp.full(1, 0.5))
+    q, state = recipe.quantizers().input.quantize(jnp.ones((2, 4)), state)
+    assert q.scale_inv == 0.5
+    q, _ = recipe.quantizers().input.quantize(jnp.ones((2, 4)), state)
+    assert q.scale_inv == F32(3 / 448)
 
 
 @pytest.mark.parametrize("margin", [0, 1])
