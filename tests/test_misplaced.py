@@ -219,3 +219,26 @@ def test_an_error_of_ours(case):
     function, message = CASES[case]
     with pytest.raises((TypeError, ValueError), match=message):
         function()
+
+
+GRADIENTS_OF_INPUTS = {
+    "linen": lambda: jax.grad(lambda x: jnp.sum(DENSE.apply(FILLED, x)))(X),
+    "linen in jit": lambda: jax.jit(
+        jax.vmap(jax.grad(lambda x: jnp.sum(DENSE.apply(FILLED, x))))
+    )(X),
+    "nnx": lambda: nnx.grad(lambda model, x: jnp.sum(model(x)), argnums=1)(
+        nnx_model(), X
+    ),
+    "nnx in jit": lambda: nnx.jit(
+        nnx.grad(lambda model, x: jnp.sum(model(x)), argnums=1)
+    )(nnx_model(), X),
+    "nnx, ours": lambda: jaxfp8.nnx.grad(lambda model, x: jnp.sum(model(x)), argnums=1)(
+        nnx_model(), X
+    ),
+}
+
+
+@pytest.mark.parametrize("run", GRADIENTS_OF_INPUTS.values(), ids=GRADIENTS_OF_INPUTS)
+def test_a_gradient_of_the_input_alone_is_silent(run):
+    with warnings.catch_warnings(action="error", category=jaxfp8.FP8StateWarning):
+        run()

@@ -86,6 +86,16 @@ def linearized(results, residuals, function):
     return results, has_tangent, residuals, None, with_structured
 
 
+def is_of_one_array(tangent):
+    """Tell whether the gradient that this tangent belongs to is of one array; False
+    inside of `jax.checkpoint`.
+    """
+    # The trace of a tangent is that of the linear function, whose inputs are the arrays
+    # of the gradient.
+    frame = getattr(getattr(tangent, "_trace", None), "frame", None)
+    return len(getattr(frame, "invars", ())) == 1
+
+
 def outermost_trace(tangent):
     """Return the outermost trace around a tangent: that of the `jit` around a gradient,
     or that of the gradient.

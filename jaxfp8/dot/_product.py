@@ -281,7 +281,10 @@ def _linearize(is_vjp, is_linear, *primals, product, tree):
     # Operands without a tangent get no gradient: the backward leaves out their product.
     def linear(residuals, *tangents):
         tangents = [t for t, linear in zip(tangents, is_linear, strict=False) if linear]
-        if is_left_out:
+        # A gradient of one array that is no kernel, such as a saliency map, is no step
+        # of training.
+        is_of_input = differentiated == ("x",) and _compat.is_of_one_array(tangents[0])
+        if is_left_out and not is_of_input:
             where = _compat.outermost_trace(tangents[0])
             is_updated = jax.tree.leaves(of_state)
             warn_of_state(product.quantizers, is_updated, product.layer, where)

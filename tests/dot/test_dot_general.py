@@ -95,15 +95,14 @@ def warned(function, *arguments) -> int:
     return len(caught)
 
 
-ADAPTER = np.ones((cases.ROWS, 2), np.float32)
+ADAPTER = np.ones((cases.ROWS, 2), np.float32), np.ones((2, X.shape[1]), np.float32)
 NEVER_UPDATED = {
     "gradient of parameters alone": lambda: jax.grad(
         lambda kernel: loss(X, kernel, PACKED)
     )(KERNEL),
     "under jit": lambda: jax.jit(jax.grad(loss, argnums=1))(X, KERNEL, PACKED),
-    "of the input": lambda: jax.grad(loss)(X, KERNEL, PACKED),
     "of what computes the input": lambda: jax.grad(
-        lambda low: loss(low @ low.T @ X, KERNEL, PACKED)
+        lambda low: loss(low[0] @ low[1] + X, KERNEL, PACKED)
     )(ADAPTER),
     "two layers": lambda: jax.grad(
         lambda k: loss(X, k, PACKED) + loss(2 * X, k, PACKED)
@@ -114,6 +113,10 @@ NO_GRADIENT = {
     "vmapped": lambda: jax.vmap(lambda x: product(x, KERNEL, PACKED))(np.stack([X, X])),
     "gradient of the state too": lambda: jax.grad(loss, argnums=(1, 2))(
         X, KERNEL, PACKED
+    ),
+    "of the input": lambda: jax.grad(loss)(X, KERNEL, PACKED),
+    "of each input, in a loop": lambda: lax.map(
+        lambda x: jax.grad(loss)(x, KERNEL, PACKED), np.stack([X, X])
     ),
     "gradient of something else": lambda: jax.grad(
         lambda z: z * loss(X, KERNEL, PACKED)

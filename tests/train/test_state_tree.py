@@ -2,6 +2,7 @@
 in.
 """
 
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
