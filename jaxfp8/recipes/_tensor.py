@@ -161,21 +161,34 @@ class QTensor:
 
         Args:
             function: array -> array; called with the codes as uint8, and with the
-                source. The function may move elements, not change them.
+                source. The function may move elements, not change them. Scales of
+                square blocks go through it too, so it has to move whole blocks.
 
         Returns:
             A QTensor without `data_t`.
 
         Raises:
-            ValueError: the tensor has not one scale.
+            ValueError: the tensor has a scale for each block, and the blocks are not
+                square, so that `data_t` has codes of its own; or `function` gives codes
+                and scales whose shapes do not fit.
         """
-        if not self.has_one_scale:
+        if not self.has_one_code:
             raise ValueError(
-                "QTensor.map: expected a tensor with one scale, got scales of shape "
-                f"{self.scale_inv.shape} for blocks {self.block}; move the kernel "
-                "before it is quantized"
+                "QTensor.map: expected a tensor with one scale, or with square "
+                f"blocks, got scales of shape {self.scale_inv.shape} for blocks "
+                f"{self.block}; move the kernel before it is quantized"
             )
-        return self.moved(function)
+        q = self.moved(function)
+        if not self.has_one_scale:
+            got = q.scale_inv.shape
+            needed = (*q.shape[:-2], *_blocks.count(self.block, *q.shape[-2:]))
+            if self.ndim != self.scale_inv.ndim or got != needed:
+                raise ValueError(
+                    f"QTensor.map: function: expected whole blocks {self.block} to "
+                    f"move, scales {needed} beside codes {q.shape}; got {got}; move "
+                    "the kernel before it is quantized"
+                )
+        return q
 
     def moved(self, function: Callable[[jax.Array], jax.Array]) -> "QTensor":
         """Return the QTensor without `data_t`, with codes, scales of blocks and source

@@ -147,12 +147,36 @@ def test_kernels_by_their_paths(recipe):
     assert_same_bits(got, expected, "value and gradients")
 
 
-@pytest.mark.parametrize(
-    "recipe", [jaxfp8.Float8BlockScaling(), jaxfp8.MXFP8BlockScaling()]
-)
-def test_blocks_do_not_move(recipe):
-    q = jaxfp8.quantize_params({"a": normal(2, 8, 4)}, None, recipe, where="a")["a"]
-    with pytest.raises(ValueError, match="QTensor.map: expected a tensor with one"):
+def test_blocks_that_move():
+    """Scales of square blocks move with whole blocks of codes; blocks of a row
+    cannot.
+    """
+    kernel = normal(2, 256, 130)
+    recipe = jaxfp8.Float8BlockScaling()
+    q = jaxfp8.quantize_params({"a": kernel}, None, recipe, where="a")["a"]
+    for move in (
+        lambda a: a[::-1],
+        lambda a: jnp.concatenate([a, a], axis=1),
+        lambda a: a.mT,
+    ):
+        moved = q.map(move)
+        expected = jaxfp8.quantize_params({"a": move(kernel)}, None, recipe, where="a")[
+            "a"
+        ]
+        assert moved.data_t is None
+        for name in ("data", "scale_inv", "source"):
+            oracle.assert_bitwise(getattr(moved, name), getattr(expected, name), name)
+    with pytest.raises(
+        ValueError, match="QTensor.map: function: expected whole blocks"
+    ):
+        q.map(lambda a: a[:, 1:])
+    q = jaxfp8.quantize_params(
+        {"a": kernel}, None, jaxfp8.MXFP8BlockScaling(), where="a"
+    )["a"]
+    with pytest.raises(
+        ValueError,
+        match="QTensor.map: expected a tensor with one scale, or with square blocks",
+    ):
         q.map(lambda a: a)
 
 
