@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from flax import core
 
 from .._jax import _warnings
@@ -77,11 +78,11 @@ def _map_quantizers(where, flat, function):
 
 def _resize(history, length, axis=-1):
     """Resize a history of H slots along `axis` to `length` slots."""
-    oldest_first = jnp.roll(jnp.moveaxis(jnp.asarray(history), axis, -1), -1, -1)
-    kept = oldest_first[..., -length:]
-    pads = [(0, 0)] * (kept.ndim - 1) + [(length - kept.shape[-1], 0)]
-    resized = jnp.roll(jnp.pad(kept, pads), 1, -1)
-    return jnp.moveaxis(resized, -1, axis)
+    excess = history.shape[axis] - length
+    # the oldest slots begin at slot 1
+    if excess > 0:
+        return jnp.delete(jnp.asarray(history), slice(1, 1 + excess), axis)
+    return jnp.insert(jnp.asarray(history), np.ones(-excess, int), 0, axis)
 
 
 def merge_state(

@@ -87,9 +87,7 @@ def _frozen_product(layer, codes: dict[str, jax.Array]):
     the old product.
     """
     new = nnx.clone(product(layer))
-    for name, value in list(vars(new).items()):
-        if isinstance(value, OverwriteWithGradient):
-            delattr(new, name)
+    nnx.pop(new, OverwriteWithGradient)
     for name, leaf in codes.items():
         setattr(new, name, nnx.Param(leaf))
     return new

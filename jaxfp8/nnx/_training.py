@@ -350,15 +350,12 @@ class Optimizer(nnx.Optimizer):
         return _steps.begin(_steps.Accumulating(opt_state, tuple(kept)), state)
 
     def _keep_mini_steps(self, opt_state, state):
-        if not isinstance(opt_state, _steps.Accumulating):
-            return
-        mini_steps = dict(zip(_paths(state), opt_state.state, strict=True))
-        if set(mini_steps) != set(self.mini_steps):
-            self.mini_steps = nnx.data(
-                {path: nnx.OptState(value) for path, value in mini_steps.items()}
-            )
-        for path, value in mini_steps.items():
-            self.mini_steps[path].set_value(value)
+        if isinstance(opt_state, _steps.Accumulating):
+            kept = {}
+            for path, value in zip(_paths(state), opt_state.state, strict=True):
+                kept[path] = self.mini_steps.get(path, nnx.OptState(value))
+                kept[path].set_value(value)
+            self.mini_steps = nnx.data(kept)
 
 
 def _paths(state) -> list[str]:
