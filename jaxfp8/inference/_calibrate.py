@@ -228,12 +228,12 @@ def freeze(model: nn.Module | nnx.Module, *args: Any, **kwargs: Any) -> Any:
         this function gives the target for restoring a checkpoint.
 
     Raises:
-        TypeError: `model` is neither a Linen nor an NNX module, or a Linen model comes
-            without variables.
+        TypeError: `model` is neither a Linen nor an NNX module; a Linen model comes
+            without variables, or has products in branches of `nn.cond`.
         ValueError: there is no product to freeze; a product has an empty history, or a
-            custom quantizer with state; a Linen product is called with several kernels,
-            or in a branch of `nn.cond`; an NNX layer computes its kernel, or other code
-            calls a product that several NNX layers share.
+            custom quantizer with state; a Linen product is called with several kernels;
+            an NNX layer computes its kernel, or other code calls a product that several
+            NNX layers share.
     """
     if isinstance(model, nn.Module):
         if not args:
