@@ -60,13 +60,15 @@ class FrozenKernel(_frozen.Placeholder, meta.AxisMetadata):
 
     def add_axis(self, index: int, params):
         """Insert an axis, for a transform that stacks kernels."""
-        size = params.get("axis_size", 1)
-        return self.replace(shape=(*self.shape[:index], size, *self.shape[index:]))
+        shape = list(self.shape)
+        shape.insert(index, params.get("axis_size", 1))
+        return self.replace(shape=tuple(shape))
 
     def remove_axis(self, index: int, params):
         """Remove an axis, for a transform that takes a slice of stacked kernels."""
-        index %= len(self.shape)
-        return self.replace(shape=self.shape[:index] + self.shape[index + 1 :])
+        shape = list(self.shape)
+        shape.pop(index)
+        return self.replace(shape=tuple(shape))
 
 
 def _shape_and_dtype_to_bytes(shape_and_dtype) -> bytes:
@@ -125,10 +127,8 @@ def freeze(model: nn.Module, variables, args, kwargs):
     variables = traverse_util.flatten_dict(tree)
     mutable = kwargs.pop("mutable", False)
     arrays, joined = split_arrays((args, kwargs))
-    arrays = [
-        jnp.zeros(a.shape, a.dtype) if isinstance(a, jax.ShapeDtypeStruct) else a
-        for a in arrays
-    ]
+    # codes that depend on their values are left out, and jax.ShapeDtypeStruct has none
+    arrays = list(map(jnp.zeros_like, arrays))
 
     def apply(variables, arrays, mutable=mutable):
         args, kwargs = joined(arrays)

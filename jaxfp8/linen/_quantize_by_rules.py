@@ -181,11 +181,8 @@ class _Quantized:
         module = super().clone(parent=parent, **options)
         return module if parent is not None or self._fp8_rules else _plain(module)
 
-    def __reduce_ex__(self, protocol):  # pickle and deepcopy
-        return _with_rules, (_plain(self), self._fp8_rules)
-
-    def __copy__(self):
-        return _with_rules(copy.copy(_plain(self)), self._fp8_rules)
+    def __reduce_ex__(self, protocol):  # pickle, copy and deepcopy
+        return _with_rules, (copy.copy(_plain(self)), self._fp8_rules)
 
     # Python calls `__getattr__` for names that `__getattribute__` does not find. Before
     # `setup` has run these are its submodules, and Flax's `__getattr__` runs `setup`.
@@ -318,9 +315,8 @@ def _intercepting(model):
         # 1. Restore the path in a scope that a lifted transform made: blocks in nn.jit
         #    that this module makes need it.
         object.__setattr__(module, "scope", restore_path(module.scope))
-        # 2. Find the rule of a layer, and note what ran.
+        # 2. Note what ran.
         has_product = is_layer(module)
-        decided = decision(module) if has_product else None
         # A module that holds a product is a layer too.
         names = layer_names(module.path, isinstance(module, Fp8Module), model.path)
         if not is_compared.get():
@@ -328,16 +324,17 @@ def _intercepting(model):
             ran.update(dict.fromkeys(names, module))
         # 3. Run the module with the recipe of its rule, with layers that run together,
         #    or as it is.
-        rule = None
-        if not has_product and context.method_name == "__call__":
+        if has_product:
+            decided = decision(module)
+            if decided is not None:
+                return _run_layer(decided, next_method, args, kwargs, context)
+        elif context.method_name == "__call__":
             rule = _module_rule(module)
-        if decided is not None:
-            return _run_layer(decided, next_method, args, kwargs, context)
-        if rule is None:
-            return next_method(*args, **kwargs)
-        plain = _plain(module.clone(parent=None))
-        with run_together(args, kwargs, context, plain, rule):
-            return next_method(*args, **kwargs)
+            if rule is not None:
+                plain = _plain(module.clone(parent=None))
+                with run_together(args, kwargs, context, plain, rule):
+                    return next_method(*args, **kwargs)
+        return next_method(*args, **kwargs)
 
     with _is_intercepting(True), nn.intercept_methods(intercept):
         yield

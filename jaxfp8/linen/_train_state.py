@@ -59,10 +59,8 @@ class TrainState(train_state.TrainState):
         old, new = {}, {}
         has_variables = _is_variables(params)
         if has_variables:
-            params = params["params"]
+            params, params_gradient = params["params"], grads.get("params", grads)
             before = _steps.begin(before, self.params)
-            if "params" in grads:
-                params_gradient = grads["params"]
             owg = OVERWRITE_WITH_GRADIENT
             if owg in self.params and owg in grads:
                 old, new = {owg: self.params[owg]}, {owg: grads[owg]}
