@@ -90,7 +90,7 @@ def quantize(model: Tree, rules: Rules) -> Tree:
             `GatedMLP.of` says.
     """
     rules = checked_rules("linen.quantize", rules)
-    if isinstance(model, type) or not isinstance(model, nn.Module):
+    if not isinstance(model, nn.Module):
         raise TypeError(
             "linen.quantize: model: expected an instance of a Linen module, got "
             f"{kind(model)}; an NNX module goes through jaxfp8.nnx.quantize"

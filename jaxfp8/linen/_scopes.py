@@ -90,23 +90,19 @@ def check_rules(
     cls = type(model)
     if model.is_initializing() or cls._fp8_has_checked:
         return
-    # 1. Find what a rule may match: layers that ran, and modules that hold variables. A
-    #    method may run some of these only, and a block that nn.jit has kept runs
-    #    unseen.
-    held = set()
-    for tree in model.variables.values():
-        for path in flatten_dict(tree):
-            held.update("/".join(path[:i]) for i in range(len(path)))
+    # Find what a rule may match, layers that ran and modules that hold variables, and
+    # the matrices of modules that are no layers. A method may run some modules only,
+    # and a block that nn.jit has kept runs unseen.
+    held, params = set(), {}
+    variables = flatten_dict(nn.meta.unbox(model.variables))
+    for (collection, *path), leaf in variables.items():
+        held.update("/".join(path[:i]) for i in range(len(path)))
+        name = "/".join(path[:-1])
+        if collection == "params" and name not in layers:
+            is_own = name in modules and is_foreign(modules[name])
+            params[tuple(path)] = getattr(leaf, "shape", ()) if is_own else None
     if not held:
         return
     cls._fp8_has_checked = True
     names = {name: [name] for name in (*layers, *sorted(held - modules.keys()))}
-    # 2. Find the matrices of modules that are no layers.
-    params = {}
-    arrays = flatten_dict(nn.meta.unbox(model.variables.get("params", {})))
-    for path, leaf in arrays.items():
-        name = "/".join(path[:-1])
-        if name not in layers:
-            is_own = name in modules and is_foreign(modules[name])
-            params[path] = getattr(leaf, "shape", ()) if is_own else None
     warn_of_rules("linen.quantize", cls.__name__, model._fp8_rules, names, params)
