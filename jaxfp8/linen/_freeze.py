@@ -52,7 +52,7 @@ class FrozenKernel(_frozen.Placeholder, meta.AxisMetadata):
             decided = decision(layer)
             has_rule = decided is not None and decided.rule.recipe is not None
             _mistakes.refuse_frozen_kernel(layer, has_rule)
-        return self.stand_in()
+        return self.get_value()
 
     def replace_boxed(self, val):
         """Return `val`: the box holds nothing."""
@@ -71,10 +71,6 @@ class FrozenKernel(_frozen.Placeholder, meta.AxisMetadata):
         return self.replace(shape=tuple(shape))
 
 
-def _shape_and_dtype_to_bytes(shape_and_dtype) -> bytes:
-    return json.dumps(shape_and_dtype).encode()
-
-
 def _shape_and_dtype_from_bytes(text) -> tuple:
     shape, dtype = json.loads(text)
     return tuple(shape), dtype
@@ -83,7 +79,7 @@ def _shape_and_dtype_from_bytes(text) -> tuple:
 jax.export.register_pytree_node_serialization(
     FrozenKernel,
     serialized_name="jaxfp8.FrozenKernel",
-    serialize_auxdata=_shape_and_dtype_to_bytes,
+    serialize_auxdata=lambda shape_and_dtype: json.dumps(shape_and_dtype).encode(),
     deserialize_auxdata=_shape_and_dtype_from_bytes,
 )
 

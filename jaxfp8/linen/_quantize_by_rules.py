@@ -24,7 +24,7 @@ from typing import NamedTuple
 import jax
 from flax import core, linen as nn
 
-from .._jax._trees import Tree
+from .._jax._trees import Tree, with_class
 from ..dot import _contexts
 from ..recipes import (
     Rule,
@@ -258,18 +258,11 @@ def _with_rules(plain: nn.Module, rules: tuple[Rule, ...]) -> nn.Module:
     with _classes_lock:
         cls = _classes.get(key) or _quantized_class(*key)
         _classes[key] = cls
-    return _with_class(cls, plain)
+    return with_class(cls, plain)
 
 
 def _plain(module: nn.Module) -> nn.Module:
-    return _with_class(getattr(module, "_fp8_class", type(module)), module)
-
-
-def _with_class(cls, module):
-    """Make a shallow copy of a module that is an instance of `cls`."""
-    copied = object.__new__(cls)
-    vars(copied).update(vars(module))
-    return copied
+    return with_class(getattr(module, "_fp8_class", type(module)), module)
 
 
 def _hand_out(model, name: str, value):

@@ -69,9 +69,9 @@ class TrainState(train_state.TrainState):
         )
         if has_variables:
             changed = {"params": params, **state}
-            fields = {field.name for field in dataclasses.fields(self)}
-            for name in kwargs.keys() & self.params.keys() - fields:
-                changed[name] = kwargs.pop(name)
+            for name in kwargs.keys() & self.params.keys():
+                if not hasattr(self, name):  # a collection, and no field
+                    changed[name] = kwargs.pop(name)
             params = core.copy(self.params, changed)
         return self.replace(
             step=self.step + 1, params=params, opt_state=opt_state, **kwargs
