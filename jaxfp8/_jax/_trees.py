@@ -1,5 +1,5 @@
-"""Pytrees: the type of a tree, and its arrays apart from leaves that tracing cannot
-take, as flags and functions.
+"""Pytrees and models: the type of a tree, its arrays apart from leaves that tracing
+cannot take, as flags and functions, and copies of a model in another class.
 """
 
 from typing import TypeVar
@@ -27,6 +27,13 @@ def split_arrays(tree, is_split=is_array):
         )
 
     return list(filter(is_split, leaves)), joined
+
+
+def with_class(cls, instance):
+    """Return a shallow copy of an object that is an instance of `cls`."""
+    copied = object.__new__(cls)
+    vars(copied).update(vars(instance))
+    return copied
 
 
 # A pytree or a model: the result has the type of the argument.

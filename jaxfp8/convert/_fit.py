@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from flax import core
 
 from .._jax import _warnings
@@ -75,10 +76,11 @@ def _map_quantizers(where, flat, function):
 
 def _resize(history, length):
     """Resize a history `(..., H)` to `length` slots."""
-    oldest_first = jnp.roll(jnp.asarray(history), -1, -1)
-    kept = oldest_first[..., -length:]
-    pads = [(0, 0)] * (kept.ndim - 1) + [(length - kept.shape[-1], 0)]
-    return jnp.roll(jnp.pad(kept, pads), 1, -1)
+    excess = history.shape[-1] - length
+    # the oldest slots begin at slot 1
+    if excess > 0:
+        return jnp.delete(jnp.asarray(history), slice(1, 1 + excess), -1)
+    return jnp.insert(jnp.asarray(history), np.ones(-excess, int), 0, -1)
 
 
 def merge_state(
@@ -102,8 +104,7 @@ def merge_state(
     Raises:
         ValueError: the checkpoint has state for a module that the model does not have
             in FP8, or that it stacks differently; a history without its scale, or a
-            scale without its history; a parameter in another shape than the model's; or
-            a tree is that of an NNX model.
+            scale without its history; or a tree is that of an NNX model.
         TypeError: an argument is not a dict, or a leaf is not a floating array.
     """
     where = "merge_state"
@@ -131,10 +132,13 @@ def merge_state(
     fitted = {}
     for path, leaf in given.items():
         place = f"{where}: restored: {at(path)}"
+        if path[0] != OVERWRITE_WITH_GRADIENT:
+            continue
         if path in positions:
             i = positions[path]
-            fitted[i] = _fit(place, path, model.leaves[i], leaf)
-        elif path[0] == OVERWRITE_WITH_GRADIENT and not path[-1].endswith(_COUNTERS):
+            is_history = path[-1].endswith(_HISTORY)
+            fitted[i] = _fit(place, leaf, model.leaves[i], is_history)
+        elif not path[-1].endswith(_COUNTERS):
             modules = {at(p[1:-1]) for p in positions if p[0] == path[0]}
             way_out = "state of Flax goes through from_flax"
             if "/TEWrapper_dot_general_" in at(path):
@@ -158,18 +162,13 @@ def merge_state(
     return merged
 
 
-def _fit(place, path, initial, leaf):
-    """Return a leaf of the checkpoint that has the shape of the model's; state also has
-    its dtype, and its length of histories.
+def _fit(place, leaf, initial, is_history: bool):
+    """Return a leaf of state of the checkpoint in the shape and dtype of the model's,
+    with its length of histories.
     """
-    is_state = path[0] == OVERWRITE_WITH_GRADIENT
-    if is_state:
-        leaf = as_dtype(place, leaf, initial.dtype)
-    elif path[0] != "params" or not hasattr(leaf, "shape"):
-        return leaf
+    leaf = as_dtype(place, leaf, initial.dtype)
     if leaf.shape == initial.shape:
         return leaf
-    is_history = is_state and path[-1].endswith(_HISTORY)
     if is_history and leaf.shape[:-1] == initial.shape[:-1] and leaf.size:
         return _resize(leaf, initial.shape[-1])
     raise ValueError(

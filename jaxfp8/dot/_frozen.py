@@ -185,7 +185,7 @@ def _with_blocks(codes, kernel, layout, recipe) -> recipes.QTensor:
 class Placeholder:
     """The base of placeholders for a removed kernel, with its `shape` and `dtype`."""
 
-    def stand_in(self) -> jax.Array:
+    def get_value(self) -> jax.Array:
         """Return NaNs, so that any read outside of the frozen product shows."""
         return jnp.full(self.shape, jnp.nan, self.dtype)
 

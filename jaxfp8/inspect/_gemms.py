@@ -15,10 +15,10 @@ from flax import linen as nn
 from .._jax import _warnings
 from .._jax._table import table
 from ..dot import _product
-from ..nnx._inspect import function_of_arrays
+from ..nnx._inspect import function_of_arrays, traced
 from ..numerics import FP8_DTYPES
 from ..recipes import GEMMType, no_reduction
-from ._programs import GEMM_OPS, Place, Target, equations, traced
+from ._programs import GEMM_OPS, Place, Target, equations
 
 _PASSES = ("forward", "backward", *GEMMType)
 _COLUMNS = ("layer", "pass", "product", "times", "line", "why")

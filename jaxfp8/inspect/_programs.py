@@ -113,17 +113,6 @@ def _line(traceback) -> str:
     return ""
 
 
-def traced(fn, arrays):
-    """Return the jaxpr of `fn(arrays)`; `fn` may return any object."""
-
-    # JAX would refuse a result that is not an array. Without results all equations
-    # still stay in the jaxpr.
-    def without_result(arrays):
-        fn(arrays)
-
-    return jax.make_jaxpr(without_result)(arrays).jaxpr
-
-
 _WITHOUT_FP8_GEMMS = ("cpu", "tpu", "rocm")
 # The primitives of the FP8 GEMMs of `jaxfp8.ops`.
 GEMM_OPS = (

@@ -52,7 +52,7 @@ class FrozenKernel(_frozen.Placeholder, meta.AxisMetadata):
             decided = decision(layer)
             has_rule = decided is not None and decided.rule.recipe is not None
             _mistakes.refuse_frozen_kernel(layer, has_rule)
-        return self.stand_in()
+        return self.get_value()
 
     def replace_boxed(self, val):
         """Return `val`: the box holds nothing."""
@@ -60,17 +60,15 @@ class FrozenKernel(_frozen.Placeholder, meta.AxisMetadata):
 
     def add_axis(self, index: int, params):
         """Insert an axis, for a transform that stacks kernels."""
-        size = params.get("axis_size", 1)
-        return self.replace(shape=(*self.shape[:index], size, *self.shape[index:]))
+        shape = list(self.shape)
+        shape.insert(index, params.get("axis_size", 1))
+        return self.replace(shape=tuple(shape))
 
     def remove_axis(self, index: int, params):
         """Remove an axis, for a transform that takes a slice of stacked kernels."""
-        index %= len(self.shape)
-        return self.replace(shape=self.shape[:index] + self.shape[index + 1 :])
-
-
-def _shape_and_dtype_to_bytes(shape_and_dtype) -> bytes:
-    return json.dumps(shape_and_dtype).encode()
+        shape = list(self.shape)
+        shape.pop(index)
+        return self.replace(shape=tuple(shape))
 
 
 def _shape_and_dtype_from_bytes(text) -> tuple:
@@ -81,7 +79,7 @@ def _shape_and_dtype_from_bytes(text) -> tuple:
 jax.export.register_pytree_node_serialization(
     FrozenKernel,
     serialized_name="jaxfp8.FrozenKernel",
-    serialize_auxdata=_shape_and_dtype_to_bytes,
+    serialize_auxdata=lambda shape_and_dtype: json.dumps(shape_and_dtype).encode(),
     deserialize_auxdata=_shape_and_dtype_from_bytes,
 )
 
@@ -107,91 +105,86 @@ def _store_codes(product, x, kernel, dimension_numbers) -> None:
         has_another = frozen.get(_HAS_ANOTHER, False)
         for name in (_frozen.KERNEL, _frozen.KERNEL_SCALE_INV):
             if frozen[name].shape != new[name].shape:
-                raise _several_kernels("/".join(product.path))
+                raise _several_kernels(product.path)
             has_another |= ~jnp.array_equal(frozen[name], new[name], equal_nan=True)
         new = {_HAS_ANOTHER: has_another}
     for name, leaf in new.items():
         product.put_variable("params", name, leaf)
 
 
-def _refuse_other_kernels(product, differs) -> None:
-    """Raise a ValueError where a product had several kernels that differ."""
-    if not isinstance(differs, jax.core.Tracer) and np.any(np.asarray(differs)):
-        raise _several_kernels("/".join(product))
+def freeze(model: nn.Module, variables, args, kwargs):
+    """Freeze `variables`; see `jaxfp8.freeze`."""
+    tree = core.unfreeze(unstack_state(variables))
+    if "params" not in tree:
+        raise ValueError(
+            f"freeze: variables: expected a collection 'params', got {sorted(tree)}"
+        )
+    # by path, which begins with the collection
+    variables = traverse_util.flatten_dict(tree)
+    mutable = kwargs.pop("mutable", False)
+    arrays, joined = split_arrays((args, kwargs))
+    # codes that depend on their values are left out, and jax.ShapeDtypeStruct has none
+    arrays = list(map(jnp.zeros_like, arrays))
+
+    def apply(variables, arrays, mutable=mutable):
+        args, kwargs = joined(arrays)
+        tree = traverse_util.unflatten_dict(variables)
+        return model.apply(tree, *args, mutable=mutable, **kwargs)
+
+    def results(variables, arrays):
+        return split_arrays(apply(variables, arrays))[0]
+
+    def with_codes(variables, arrays):
+        written = core.scope.union_filters(mutable, "params")
+        with _contexts.observed_by(_store_codes):
+            _, changed = apply(variables, arrays, written)
+        leaves = traverse_util.flatten_dict({"params": changed["params"]})
+        return {path: leaf for path, leaf in leaves.items() if path not in variables}
+
+    # 1. Make the codes, and find the variables that they are made of.
+    codes, quantized = _codes(with_codes, variables, arrays)
+    # 2. Refuse products with several kernels, and those without an amax.
+    flags = [path for path in codes if path[-1] == _HAS_ANOTHER]
+    has_another = {path[1:-1]: codes.pop(path) for path in flags}
+    if not codes:
+        raise _frozen.nothing_to_freeze()
+    products, dropped = {path[1:-1] for path in codes}, {}
+    for product in sorted(products & has_another.keys()):
+        differs = has_another[product]
+        if not isinstance(differs, jax.core.Tracer) and np.any(np.asarray(differs)):
+            raise _several_kernels(product)
+    for path in list(variables):
+        if path[0] == OVERWRITE_WITH_GRADIENT and path[1:-1] in products:
+            dropped[path[1:]] = variables.pop(path)
+    _frozen.refuse_untouched(traverse_util.unflatten_dict(dropped))
+    # 3. Take away the parameters that nothing but their codes reads.
+    frozen = variables | codes
+    program = jax.make_jaxpr(results)(frozen, arrays).jaxpr
+    read, _ = _read(program, frozen, arrays, [True] * len(program.outvars))
+    for path in quantized - read:
+        if path[0] == "params":
+            (kernel,) = jax.tree.leaves(variables[path])  # it may be in a box
+            frozen[path] = FrozenKernel(tuple(kernel.shape), kernel.dtype.name)
+    return traverse_util.unflatten_dict(frozen)
 
 
-def _several_kernels(product: str) -> ValueError:
+def _several_kernels(product: tuple[str, ...]) -> ValueError:
     return ValueError(
         "freeze: model: expected one kernel for each FP8 product, got a product with "
-        f"several kernels: {product}; give each kernel a product of its own"
+        f"several kernels: {'/'.join(product)}; give each kernel a product of its own"
     )
 
 
-def freeze(model: nn.Module, variables, args, kwargs):
-    """Freeze `variables`; see `jaxfp8.freeze`."""
-    collections = dict(core.unfreeze(unstack_state(variables)))
-    if "params" not in collections:
-        raise ValueError(
-            f"freeze: variables: expected a collection 'params', got "
-            f"{sorted(collections)}"
-        )
-    params = traverse_util.flatten_dict(collections.pop("params"))
-    mutable = kwargs.pop("mutable", False)
-    arrays, joined = split_arrays((args, kwargs))
-    arrays = [
-        jnp.zeros(a.shape, a.dtype) if isinstance(a, jax.ShapeDtypeStruct) else a
-        for a in arrays
-    ]
-
-    def apply(params, collections, arrays, mutable=mutable):
-        args, kwargs = joined(arrays)
-        return model.apply(
-            _variables(params, collections), *args, mutable=mutable, **kwargs
-        )
-
-    def with_codes(params, collections, arrays):
-        written = core.scope.union_filters(mutable, "params")
-        with _contexts.observed_by(_store_codes):
-            _, changed = apply(params, collections, arrays, written)
-        leaves = traverse_util.flatten_dict(changed["params"])
-        return {path: leaf for path, leaf in leaves.items() if path not in params}
-
-    # 1. Make the codes, and find the parameters that they are made of.
-    codes, quantized = _codes(with_codes, (params, collections, arrays))
-    # 2. Refuse products with several kernels, and those without an amax.
-    flags = [path for path in codes if path[-1] == _HAS_ANOTHER]
-    has_another = {path[:-1]: codes.pop(path) for path in flags}
-    if not codes:
-        raise _frozen.nothing_to_freeze()
-    products = {path[:-1] for path in codes}
-    for product in sorted(products & has_another.keys()):
-        _refuse_other_kernels(product, has_another[product])
-    state = traverse_util.flatten_dict(collections.pop(OVERWRITE_WITH_GRADIENT, {}))
-    dropped, kept = {}, {}
-    for path, leaf in state.items():
-        (dropped if path[:-1] in products else kept)[path] = leaf
-    _frozen.refuse_untouched(traverse_util.unflatten_dict(dropped))
-    if kept:
-        collections[OVERWRITE_WITH_GRADIENT] = traverse_util.unflatten_dict(kept)
-    # 3. Take away the parameters that nothing but their codes reads.
-    arguments = params | codes, collections, arrays
-    read, _ = _read(_program(apply, *arguments), arguments)
-    for path in quantized - read:
-        (kernel,) = jax.tree.leaves(params[path])  # it may be in a box
-        params[path] = FrozenKernel(tuple(kernel.shape), kernel.dtype.name)
-    return _variables(params | codes, collections)
-
-
-def _codes(with_codes, arguments) -> tuple[dict[tuple, jax.Array], set]:
-    """Make the codes of products, and find the parameters that they are made of. A
+def _codes(with_codes, variables, arrays) -> tuple[dict[tuple, jax.Array], set]:
+    """Make the codes of products, and find the variables that they are made of. A
     product whose kernel depends on `arrays`, as in attention, is left out.
     """
-    program = _program(with_codes, *arguments)
-    codes = jax.jit(with_codes)(*arguments)
+    program = jax.make_jaxpr(with_codes)(variables, arrays).jaxpr
+    codes = jax.jit(with_codes)(variables, arrays)
     paths, quantized = sorted(codes), set()
     for product in {path[:-1] for path in paths}:
         of_product = [path[:-1] == product for path in paths]
-        read, reads_arrays = _read(program, arguments, of_product)
+        read, reads_arrays = _read(program, variables, arrays, of_product)
         if reads_arrays:
             codes = {path: codes[path] for path in codes if path[:-1] != product}
         else:
@@ -199,38 +192,12 @@ def _codes(with_codes, arguments) -> tuple[dict[tuple, jax.Array], set]:
     return codes, quantized
 
 
-def _variables(params, collections):
-    return {"params": traverse_util.unflatten_dict(params), **collections}
-
-
-def _program(function, *arguments):
-    """Trace `function(*arguments)`; return the jaxpr of the arrays in its result.
-
-    Raises:
-        ValueError: products are in branches.
+def _read(program, variables, arrays, outputs: list[bool]) -> tuple[set, bool]:
+    """Return the paths of the variables that some outputs of a program depend on, and
+    whether they depend on `arrays`.
     """
-
-    def results(*arguments):
-        return split_arrays(function(*arguments))[0]
-
-    try:
-        return jax.make_jaxpr(results)(*arguments).jaxpr
-    except TypeError as error:
-        if "branch" not in str(error):
-            raise
-        raise ValueError(
-            "freeze: model: products in the branches of nn.cond or nn.switch cannot "
-            "be frozen: each branch would store codes of its own; branch outside of "
-            "the model, or leave such layers in high precision"
-        ) from error
-
-
-def _read(program, arguments, outputs: list[bool] | None = None) -> tuple[set, bool]:
-    """Find the parameters that the outputs of a program, or some of them, depend on,
-    and whether they depend on `arrays`, the first and the last of its arguments.
-    """
-    outputs = outputs or [True] * len(program.outvars)
     _, used = partial_eval.dce_jaxpr(program, outputs)
-    params, _, arrays = jax.tree.unflatten(jax.tree.structure(arguments), used)
-    read = {path for path, leaves in params.items() if any(jax.tree.leaves(leaves))}
+    structure = jax.tree.structure((variables, arrays))
+    variables, arrays = structure.unflatten(used)
+    read = {path for path, leaves in variables.items() if any(jax.tree.leaves(leaves))}
     return read, any(arrays)

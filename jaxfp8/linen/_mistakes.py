@@ -70,12 +70,9 @@ def refuse_frozen_kernel(layer: nn.Module, has_rule: bool) -> None:
         layer: the module that reads the kernel.
         has_rule: whether a rule gives the layer FP8.
     """
-    products = [
-        getattr(layer, name, None) for name in ("dot_general_cls", "dot_general")
-    ]
-    is_plain = hasattr(layer, "dot_general_cls") and all(
-        each in (None, jax.lax.dot_general) for each in products
-    )
+    has_class = getattr(layer, "dot_general_cls", layer) is not None
+    product = getattr(layer, "dot_general", None)
+    is_plain = not has_class and product in (None, jax.lax.dot_general)
     if is_plain or (isinstance(layer, nn.Einsum) and not has_rule):
         raise ValueError(
             f"{'/'.join(layer.path) or type(layer).__name__}: params: expected the "

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import jax
 from flax import core, linen as nn
 
-from .._jax._trees import Tree
+from .._jax._trees import Tree, with_class
 from ..dot import _contexts
 from ..recipes import (
     Rule,
@@ -90,7 +90,7 @@ def quantize(model: Tree, rules: Rules) -> Tree:
             `GatedMLP.of` says.
     """
     rules = checked_rules("linen.quantize", rules)
-    if isinstance(model, type) or not isinstance(model, nn.Module):
+    if not isinstance(model, nn.Module):
         raise TypeError(
             "linen.quantize: model: expected an instance of a Linen module, got "
             f"{kind(model)}; an NNX module goes through jaxfp8.nnx.quantize"
@@ -181,11 +181,8 @@ class _Quantized:
         module = super().clone(parent=parent, **options)
         return module if parent is not None or self._fp8_rules else _plain(module)
 
-    def __reduce_ex__(self, protocol):  # pickle and deepcopy
-        return _with_rules, (_plain(self), self._fp8_rules)
-
-    def __copy__(self):
-        return _with_rules(copy.copy(_plain(self)), self._fp8_rules)
+    def __reduce_ex__(self, protocol):  # pickle, copy and deepcopy
+        return _with_rules, (copy.copy(_plain(self)), self._fp8_rules)
 
     # Python calls `__getattr__` for names that `__getattribute__` does not find. Before
     # `setup` has run these are its submodules, and Flax's `__getattr__` runs `setup`.
@@ -261,18 +258,11 @@ def _with_rules(plain: nn.Module, rules: tuple[Rule, ...]) -> nn.Module:
     with _classes_lock:
         cls = _classes.get(key) or _quantized_class(*key)
         _classes[key] = cls
-    return _with_class(cls, plain)
+    return with_class(cls, plain)
 
 
 def _plain(module: nn.Module) -> nn.Module:
-    return _with_class(getattr(module, "_fp8_class", type(module)), module)
-
-
-def _with_class(cls, module):
-    """Make a shallow copy of a module that is an instance of `cls`."""
-    copied = object.__new__(cls)
-    vars(copied).update(vars(module))
-    return copied
+    return with_class(getattr(module, "_fp8_class", type(module)), module)
 
 
 def _hand_out(model, name: str, value):
@@ -318,9 +308,8 @@ def _intercepting(model):
         # 1. Restore the path in a scope that a lifted transform made: blocks in nn.jit
         #    that this module makes need it.
         object.__setattr__(module, "scope", restore_path(module.scope))
-        # 2. Find the rule of a layer, and note what ran.
+        # 2. Note what ran.
         has_product = is_layer(module)
-        decided = decision(module) if has_product else None
         # A module that holds a product is a layer too.
         names = layer_names(module.path, isinstance(module, Fp8Module), model.path)
         if not is_compared.value:
@@ -328,16 +317,17 @@ def _intercepting(model):
             ran.update(dict.fromkeys(names, module))
         # 3. Run the module with the recipe of its rule, with layers that run together,
         #    or as it is.
-        rule = None
-        if not has_product and context.method_name == "__call__":
+        if has_product:
+            decided = decision(module)
+            if decided is not None:
+                return _run_layer(decided, next_method, args, kwargs, context)
+        elif context.method_name == "__call__":
             rule = _module_rule(module)
-        if decided is not None:
-            return _run_layer(decided, next_method, args, kwargs, context)
-        if rule is None:
-            return next_method(*args, **kwargs)
-        plain = _plain(module.clone(parent=None))
-        with run_together(args, kwargs, context, plain, rule):
-            return next_method(*args, **kwargs)
+            if rule is not None:
+                plain = _plain(module.clone(parent=None))
+                with run_together(args, kwargs, context, plain, rule):
+                    return next_method(*args, **kwargs)
+        return next_method(*args, **kwargs)
 
     with _is_intercepting(True), nn.intercept_methods(intercept):
         yield

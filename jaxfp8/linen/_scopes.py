@@ -29,10 +29,10 @@ class _RuledScope(core.Scope):
     """A scope whose children have their own paths in their flags."""
 
     def push(self, name=None, prefix="", reuse=False):
-        return _ruled(super().push(name, prefix, reuse), regions(self))
+        return _ruled(super().push(name, prefix, reuse))
 
     def rewound(self, rewind_rngs=False):
-        return _ruled(super().rewound(rewind_rngs), regions(self))
+        return _ruled(super().rewound(rewind_rngs))
 
 
 def regions(scope: core.Scope | None) -> tuple[Region, ...]:
@@ -42,8 +42,8 @@ def regions(scope: core.Scope | None) -> tuple[Region, ...]:
 
 def add_rules(scope: core.Scope, rules: tuple[Rule, ...]) -> core.Scope:
     """Return the scope with a region of `rules` that begins at its path."""
-    around, region = regions(scope), Region(rules, scope.path)
-    return _ruled(scope, around if region in around else (*around, region))
+    region = Region(rules, scope.path)
+    return _ruled(scope) if region in regions(scope) else _ruled(scope, region)
 
 
 def restore_path(scope: core.Scope | None) -> core.Scope | None:
@@ -51,12 +51,13 @@ def restore_path(scope: core.Scope | None) -> core.Scope | None:
     transform left another path.
     """
     if regions(scope) and not isinstance(scope, _RuledScope):
-        return _ruled(scope, regions(scope))
+        return _ruled(scope)
     return scope
 
 
-def _ruled(scope, scope_regions) -> _RuledScope:
-    """Return an alias of the scope: the same variables and counters, and other flags.
+def _ruled(scope, *added: Region) -> _RuledScope:
+    """Return an alias of the scope: the same variables and counters, and flags with its
+    own path and more regions.
 
     Raises:
         ValueError: the scope belongs to a block in `nn.jit`, and the key of the block's
@@ -71,7 +72,8 @@ def _ruled(scope, scope_regions) -> _RuledScope:
             "field, or take nn.jit away and use jax.jit around the step"
         )
     alias = object.__new__(_RuledScope)
-    flags = core.freeze({**scope.flags, _FLAG: (scope_regions, scope.path)})
+    around = regions(scope)
+    flags = core.freeze({**scope.flags, _FLAG: ((*around, *added), scope.path)})
     vars(alias).update(vars(scope), flags=flags)
     return alias
 
@@ -90,23 +92,19 @@ def check_rules(
     cls = type(model)
     if model.is_initializing() or cls._fp8_has_checked:
         return
-    # 1. Find what a rule may match: layers that ran, and modules that hold variables. A
-    #    method may run some of these only, and a block that nn.jit has kept runs
-    #    unseen.
-    held = set()
-    for tree in model.variables.values():
-        for path in flatten_dict(tree):
-            held.update("/".join(path[:i]) for i in range(len(path)))
+    # Find what a rule may match, layers that ran and modules that hold variables, and
+    # the matrices of modules that are no layers. A method may run some modules only,
+    # and a block that nn.jit has kept runs unseen.
+    held, params = set(), {}
+    variables = flatten_dict(nn.meta.unbox(model.variables))
+    for (collection, *path), leaf in variables.items():
+        held.update("/".join(path[:i]) for i in range(len(path)))
+        name = "/".join(path[:-1])
+        if collection == "params" and name not in layers:
+            is_own = name in modules and is_foreign(modules[name])
+            params[tuple(path)] = getattr(leaf, "shape", ()) if is_own else None
     if not held:
         return
     cls._fp8_has_checked = True
     names = {name: [name] for name in (*layers, *sorted(held - modules.keys()))}
-    # 2. Find the matrices of modules that are no layers.
-    params = {}
-    arrays = flatten_dict(nn.meta.unbox(model.variables.get("params", {})))
-    for path, leaf in arrays.items():
-        name = "/".join(path[:-1])
-        if name not in layers:
-            is_own = name in modules and is_foreign(modules[name])
-            params[path] = getattr(leaf, "shape", ()) if is_own else None
     warn_of_rules("linen.quantize", cls.__name__, model._fp8_rules, names, params)

@@ -59,10 +59,8 @@ class TrainState(train_state.TrainState):
         old, new = {}, {}
         has_variables = _is_variables(params)
         if has_variables:
-            params = params["params"]
+            params, params_gradient = params["params"], grads.get("params", grads)
             before = _steps.begin(before, self.params)
-            if "params" in grads:
-                params_gradient = grads["params"]
             owg = OVERWRITE_WITH_GRADIENT
             if owg in self.params and owg in grads:
                 old, new = {owg: self.params[owg]}, {owg: grads[owg]}
@@ -71,9 +69,9 @@ class TrainState(train_state.TrainState):
         )
         if has_variables:
             changed = {"params": params, **state}
-            fields = {field.name for field in dataclasses.fields(self)}
-            for name in kwargs.keys() & self.params.keys() - fields:
-                changed[name] = kwargs.pop(name)
+            for name in kwargs.keys() & self.params.keys():
+                if not hasattr(self, name):  # a collection, and no field
+                    changed[name] = kwargs.pop(name)
             params = core.copy(self.params, changed)
         return self.replace(
             step=self.step + 1, params=params, opt_state=opt_state, **kwargs

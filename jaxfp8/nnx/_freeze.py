@@ -16,7 +16,7 @@ from jax.extend.core import jaxprs_in_params
 from ..dot import _contexts, _frozen
 from ..recipes import autocast
 from ._dot_general import OverwriteWithGradient, _Fp8Product
-from ._inspect import function_of_arrays
+from ._inspect import function_of_arrays, traced
 from ._quantize_by_rules import _forget_unused, _stacked, layers, product
 
 # The name of the kernel of a product while a model is traced, with the path of the
@@ -35,10 +35,6 @@ class FrozenKernel(_frozen.Placeholder):
 
     shape: tuple[int, ...]
     dtype: np.dtype
-
-    def get_value(self):
-        """Return NaNs of this shape and dtype."""
-        return self.stand_in()
 
     def __getitem__(self, index):
         return self.get_value()[index]
@@ -87,9 +83,7 @@ def _frozen_product(layer, codes: dict[str, jax.Array]):
     the old product.
     """
     new = nnx.clone(product(layer))
-    for name, value in list(vars(new).items()):
-        if isinstance(value, OverwriteWithGradient):
-            delattr(new, name)
+    nnx.pop(new, OverwriteWithGradient)
     for name, leaf in codes.items():
         setattr(new, name, nnx.Param(leaf))
     return new
@@ -113,7 +107,7 @@ def recorded_calls(model, args, kwargs) -> tuple[dict[str, Call], Any]:
         `(calls, program)`: the first call of each layer that is called, by its path;
         and the jaxpr of the model called with `args` and `kwargs`.
     """
-    run, arrays = function_of_arrays(operator.call, (model, *args), kwargs)
+    run_and_arrays = function_of_arrays(operator.call, (model, *args), kwargs)
     calls = {}
 
     def record(product, x, kernel, dimension_numbers):
@@ -124,11 +118,8 @@ def recorded_calls(model, args, kwargs) -> tuple[dict[str, Call], Any]:
         calls.setdefault(path, Call(x.shape, kernel_type, dimension_numbers))
         checkpoint_name(kernel, _KERNEL_NAME + path)
 
-    def without_result(arrays):
-        run(arrays)
-
     with _contexts.observed_by(record), autocast(enabled=False):
-        return calls, jax.make_jaxpr(without_result)(arrays).jaxpr
+        return calls, traced(*run_and_arrays)
 
 
 def _computed(jaxpr) -> Iterator[str]:

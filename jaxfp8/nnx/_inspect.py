@@ -44,6 +44,17 @@ def function_of_arrays(fn, args, kwargs):
     return run, (state, arrays)
 
 
+def traced(fn, arrays):
+    """Return the jaxpr of `fn(arrays)`; `fn` may return any object."""
+
+    # JAX would refuse a result that is not an array. Without results all equations
+    # still stay in the jaxpr.
+    def without_result(arrays):
+        fn(arrays)
+
+    return jax.make_jaxpr(without_result)(arrays).jaxpr
+
+
 def _is_object(x) -> bool:
     return isinstance(x, (nnx.Module, nnx.Optimizer))
 

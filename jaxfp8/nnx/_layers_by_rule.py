@@ -8,6 +8,7 @@ import functools
 
 from flax import nnx
 
+from .._jax._trees import with_class
 from ..dot import LayersCall, Parameters, _contexts
 from ..recipes import NamedLayers, QTensor, Rule, is_off, module_rule
 from ._dot_general import path_of
@@ -29,7 +30,7 @@ def _call(self, *args, **kwargs):
         """Call a copy of the module with functions in place of its layers; return the
         result and the copy.
         """
-        copy = _with_class(self._fp8_class, module)
+        copy = with_class(self._fp8_class, module)
         vars(copy).update({name: of_layer(name) for name in layers})
         return copy(*args, **kwargs), copy
 
@@ -45,20 +46,13 @@ def _call(self, *args, **kwargs):
 
 
 def _reduce(self, protocol):  # pickle and deepcopy
-    return _together, (_with_class(self._fp8_class, self), self._fp8_layers)
-
-
-def _with_class(cls, module) -> nnx.Module:
-    """Return a shallow copy of a module that is an instance of `cls`."""
-    copy = object.__new__(cls)
-    vars(copy).update(vars(module))
-    return copy
+    return _together, (with_class(self._fp8_class, self), self._fp8_layers)
 
 
 def _together(module, named: NamedLayers) -> nnx.Module:
     """Return a shallow copy of a module, of a class that runs its layers together."""
     plain_class = getattr(module, "_fp8_class", type(module))
-    return _with_class(_class_of(plain_class, named), module)
+    return with_class(_class_of(plain_class, named), module)
 
 
 @functools.cache

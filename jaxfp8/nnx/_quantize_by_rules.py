@@ -90,7 +90,12 @@ def quantize(model: Tree, rules: Rules) -> Tree:
     for path, layer, attribute in model_layers:
         index = decision(rules, path, layer)
         if index is not None:
-            _refuse_frozen(path, layer)
+            old = product(layer)
+            if old is not None and old._frozen_arrays() is not None:
+                raise ValueError(
+                    f"nnx.quantize: {_name(path)}: jaxfp8.freeze left codes of its "
+                    "kernel alone; give a model its rules before it is frozen"
+                )
             stacked = _stacked("nnx.quantize", path, layer)
             new_product = _new_product(layer, attribute, rules, index, stacked)
             changes.append((layer, attribute, new_product))
@@ -114,7 +119,7 @@ def _warn_of_rules(model, rules, model_layers) -> None:
     names, known = {}, set()
     for path, _, attribute in model_layers:
         layer = layer_names(path, attribute is None)
-        names["/".join(map(str, path))] = layer
+        names[layer[0]] = layer
         known.update(layer)
     params = {}
     for path, module in nnx.iter_modules(model):
@@ -245,15 +250,6 @@ def _change(layer, attribute, new_product) -> None:
 def _name(path) -> str:
     """Return the name of a layer for an error; `model` where the layer is the model."""
     return "/".join(map(str, path)) or "model"
-
-
-def _refuse_frozen(path, layer) -> None:
-    fp8_product = product(layer)
-    if fp8_product is not None and fp8_product._frozen_arrays() is not None:
-        raise ValueError(
-            f"nnx.quantize: {_name(path)}: jaxfp8.freeze left codes of its kernel "
-            "alone; give a model its rules before it is frozen"
-        )
 
 
 def _forget_unused(model) -> None:

@@ -4,7 +4,6 @@ store or drop the next state.
 
 import contextlib
 import functools
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +22,6 @@ from ..recipes import (
 )
 from ..train import (
     _steps,
-    expect_state,
     max_grad as _max_grad,
     named_errors,
     update_state as _update_state,
@@ -104,34 +102,32 @@ def _watch(tree, gradients) -> None:
     state = [(v, v.get_raw_value()) for v in _variables(tree, OverwriteWithGradient)]
     # Keep the id of an old parameter only: the array must be free to die.
     params = [(v, id(v.get_raw_value())) for v in _variables(tree, nnx.Param)]
+    line = _warnings.user_line()
+
+    def check_stored():
+        is_used = any(id(v.get_raw_value()) != before for v, before in params)
+        if is_used and all(v.get_raw_value() is before for v, before in state):
+            _warnings.warn(
+                "the parameters were updated with these gradients, and the next FP8 "
+                "state in them was not stored: scales stay what they are. Take "
+                "jaxfp8.nnx.Optimizer in place of nnx.Optimizer, or call "
+                "jaxfp8.nnx.update_state(model, gradients) beside it",
+                FP8StateWarning,
+                line,
+            )
+
     # Flax's optimizer takes the parameters out of this very object, so that its death
     # is the end of the step. The finalizer belongs to the object: it is gone as soon as
     # it has run.
     for gradient in jax.tree.leaves(gradients, is_leaf=_is_state):
         if _is_state(gradient) and nnx.state(gradient, OverwriteWithGradient):
-            line = _warnings.user_line()
-            watch = weakref.finalize(gradient, _check_stored, params, state, line)
+            watch = weakref.finalize(gradient, check_stored)
             watch.atexit = False
             return
 
 
 def _is_state(leaf) -> bool:
     return isinstance(leaf, nnx.State)
-
-
-def _check_stored(params, state, line) -> None:
-    is_used = any(id(variable.get_raw_value()) != before for variable, before in params)
-    if is_used and all(
-        variable.get_raw_value() is before for variable, before in state
-    ):
-        _warnings.warn(
-            "the parameters were updated with these gradients, and the next FP8 state "
-            "in them was not stored: scales stay what they are. Take "
-            "jaxfp8.nnx.Optimizer in place of nnx.Optimizer, or call "
-            "jaxfp8.nnx.update_state(model, gradients) beside it",
-            FP8StateWarning,
-            line,
-        )
 
 
 @contextlib.contextmanager
@@ -299,18 +295,13 @@ class Optimizer(nnx.Optimizer):
             ValueError: `grads` hold no state, or state that was summed, averaged,
                 clipped or unscaled; see `jaxfp8.update_state`.
         """
-        old, new = (
-            nnx.state(tree, OverwriteWithGradient, graph=self.graph)
+        # 1. Let `tx` see parameters alone.
+        (old, params), (new, gradients) = (
+            nnx.state(tree, OverwriteWithGradient, self.wrt, graph=self.graph)
             for tree in (model, grads)
         )
-        expect_state(old, new)
-        # 1. Let `tx` see parameters alone.
-        variables = (
-            nnx.state(tree, self.wrt, graph=self.graph) for tree in (model, grads)
-        )
-        kwargs = {name: self._of_parameters(x) for name, x in kwargs.items()}
         params, gradients, opt_state, extra = map(
-            nnx.as_pure, (*variables, self.opt_state, kwargs)
+            nnx.as_pure, (params, gradients, self.opt_state, kwargs)
         )
         # 2. Take the next state where `tx` has made a step.
         before = self._with_mini_steps(opt_state, old)
@@ -324,21 +315,6 @@ class Optimizer(nnx.Optimizer):
         self.step[...] += 1
         return updates
 
-    def _of_parameters(self, argument):
-        """Return an argument for `tx` as Flax's optimizer gets it: a tree, or a
-        function of parameters.
-        """
-        if not callable(argument):
-            return nnx.state(argument, self.wrt) if _is_state(argument) else argument
-
-        def function(*args, **kwargs):
-            # `tx` differentiates by parameters alone on purpose, so the warning about
-            # that would mislead.
-            with warnings.catch_warnings(action="ignore", category=FP8StateWarning):
-                return argument(*args, **kwargs)
-
-        return function
-
     def _with_mini_steps(self, opt_state, state):
         """Return `opt_state` with the state of the mini-steps so far; zeros where
         `state` is of another recipe.
@@ -350,15 +326,12 @@ class Optimizer(nnx.Optimizer):
         return _steps.begin(_steps.Accumulating(opt_state, tuple(kept)), state)
 
     def _keep_mini_steps(self, opt_state, state):
-        if not isinstance(opt_state, _steps.Accumulating):
-            return
-        mini_steps = dict(zip(_paths(state), opt_state.state, strict=True))
-        if set(mini_steps) != set(self.mini_steps):
-            self.mini_steps = nnx.data(
-                {path: nnx.OptState(value) for path, value in mini_steps.items()}
-            )
-        for path, value in mini_steps.items():
-            self.mini_steps[path].set_value(value)
+        if isinstance(opt_state, _steps.Accumulating):
+            kept = {}
+            for path, value in zip(_paths(state), opt_state.state, strict=True):
+                kept[path] = self.mini_steps.get(path, nnx.OptState(value))
+                kept[path].set_value(value)
+            self.mini_steps = nnx.data(kept)
 
 
 def _paths(state) -> list[str]:
