@@ -94,16 +94,14 @@ def compare(
     fn, arrays = _function(model, args, variables, kwargs)
     loss = loss or _mean_of_squares
     exact = _run(fn, arrays, loss, _product.multiply_float32, _product.multiply_fp8)
-    if not any(trees for _, trees in exact.products):
+    if not exact:
         raise ValueError(
             "compare: model: expected FP8 products that the gradient of the loss "
             "reaches, got none; is autocast off, or no recipe given?"
         )
     fp8 = _run(fn, arrays, loss, _product.multiply_fp8)
     rows = []
-    for (layer, tensors), (_, in_model) in zip(
-        exact.labelled(), fp8.labelled(), strict=True
-    ):
+    for (layer, tensors), (_, in_model) in zip(exact, fp8, strict=True):
         rows.append(_row(layer, *tensors, *in_model))
     return Comparison(sorted(rows, key=_worst_first))
 
@@ -123,9 +121,10 @@ def _function(model, args, variables, kwargs):
     return nnx_inspect.function_of_arrays(model, args, kwargs)
 
 
-def _run(fn, arrays, loss, *functions) -> Runs:
+def _run(fn, arrays, loss, *functions) -> list[tuple[str, Any]]:
     """Run one step forward and backward, in which the first of `functions` multiplies;
-    return the tensors that each of them gives from the same operands and gradient.
+    return, with labels, the tensors that each of them gives from the same operands and
+    gradient.
     """
     runs = Runs()
     arrays = jax.tree.map(jnp.asarray, arrays)
@@ -148,7 +147,7 @@ def _run(fn, arrays, loss, *functions) -> Runs:
     # State that the model closes over has no gradient here, and needs none.
     with warnings.catch_warnings(action="ignore", category=FP8StateWarning):
         jax.block_until_ready(jax.jit(jax.grad(loss_of))(floats))
-    return runs
+    return list(runs.labelled())
 
 
 def _is_float(leaf) -> bool:
@@ -188,15 +187,12 @@ def _row(layer: str, exact, by_itself, in_model) -> dict[str, Any]:
 
 def _sqnr(exact, got) -> float:
     exact, got = np.float64(exact), np.float64(got)
-    if not np.all(np.isfinite(exact)):
-        return math.nan
-    if not np.all(np.isfinite(got)):
-        return -math.inf
-    noise = np.sum((exact - got) ** 2)
-    if noise == 0:
-        return math.inf
-    with np.errstate(divide="ignore"):  # a signal of zeros is lost wholly
-        return float(10 * np.log10(np.sum(exact**2) / noise))
+    # Infinities give the figures of tensors that are not finite.
+    got = np.where(np.isnan(got), np.inf, got)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        noise = np.sum((exact - got) ** 2)
+        sqnr = 10 * np.log10(np.sum(exact**2) / noise)
+    return math.inf if noise == 0 else float(sqnr)
 
 
 def _worst_first(row):

@@ -3,6 +3,7 @@ that become zero.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -76,17 +77,17 @@ def count(step: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Cou
     Raises:
         ValueError: the step ran the backward of no FP8 product.
     """
-    for _, trees in _runs.products:
+    for trees in itertools.chain(*_runs.products.values()):
         trees.clear()
     with _product.replaced_by(_counted):
         result = jax.block_until_ready(step(*args, **kwargs))
-    rows = []
-    for layer, fractions in _runs.labelled():
+    reached, rows = list(_runs.labelled()), []
+    for layer, fractions in reached:
         for tensor, pair in zip(_TENSORS, fractions.tolist(), strict=True):
             row = dict(zip(_COLUMNS, (layer, tensor, *pair), strict=True))
             if not np.isnan(pair[0]):
                 rows.append(row)
-    if not any(trees for _, trees in _runs.products):
+    if not reached:
         raise ValueError(
             "count: step: expected a function that takes gradients through FP8 "
             "products, got one without such; give it the training step, or jax.grad "
