@@ -101,8 +101,7 @@ def cublaslt() -> str:
 
 
 # Matrices of 256 rows and columns, a multiple of every block.
-_EXAMPLE = _op_calls.Kind((256, 256, 256))
-OPS = {op: _op_calls.call(op, _EXAMPLE) for op in _op_calls.OPS}
+EXAMPLE = _op_calls.Kind((256, 256, 256))
 # The reason of an op that runs in jnp because no kernel of it exists for the platform:
 # nothing is broken or missing.
 NO_KERNEL = "no kernel for"
@@ -113,12 +112,11 @@ def active_ops(platform: str) -> list[dict[str, Any]]:
     runs as its custom call, and `why`, a clause that says why not, else "".
     """
     rows = []
-    for name, (function, arguments) in OPS.items():
+    for name in _op_calls.OPS:
+        function, arguments = _op_calls.call(name, EXAMPLE)
         with _support.listening() as reasons:
             try:
-                # Make a new function for each call: JAX does not lower the same
-                # function twice.
-                traced = jax.jit(lambda *args, op=function: op(*args)).trace(*arguments)
+                traced = jax.jit(function).trace(*arguments)
                 text = traced.lower(lowering_platforms=(platform,)).as_text()
             except NotImplementedError as error:
                 text = ""

@@ -78,7 +78,9 @@ OPS = {}
 
 
 def call(op: str, kind: Kind, group: int = 0) -> tuple:
-    """Return `(function, arguments)`, the leaves of the operands."""
+    """Return `(function, arguments)`, a new function that takes the leaves of the
+    operands: JAX does not lower the same function twice.
+    """
     kind = kind._replace(rng=np.random.default_rng([kind.index, group]))
     function, draws = OPS[op]
     arguments, tree = jax.tree.flatten([draw(kind) for draw in draws])

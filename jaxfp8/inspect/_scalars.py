@@ -70,15 +70,14 @@ def _measured(where: str, variables, fp8_format=HYBRID) -> Measured:
         is_grad = quantizer.endswith("output_grad")
         largest = fp8_max(fp8_format.backward_dtype if is_grad else fp8_format.dtype)
         before = jnp.max(history[..., 1:], axis=-1, initial=0)
-        growth = jnp.where((newest > 0) & (before > 0), newest / before, jnp.nan)
-        scale_lag = jnp.where(newest > 0, jnp.log2(newest * scale / largest), jnp.nan)
+        recorded = jnp.where(newest > 0, newest, jnp.nan)
         figures = {
             "scale": scale,
             "amax": newest,
             "amax_max": jnp.max(history, axis=-1),
             "peak": newest * scale,
-            "growth": growth,
-            "scale_lag": scale_lag,
+            "growth": recorded / jnp.where(before > 0, before, jnp.nan),
+            "scale_lag": jnp.log2(recorded * scale / largest),
         }
         # The names have the order of the flat figures: layer by layer of the stack, the
         # figures of a layer together.

@@ -11,6 +11,7 @@ from ..numerics import FP8_DTYPES, fp8_max
 from ..recipes import _below_zero, _state_tree
 from ..train import unstack_state
 
+_FP8_MAX = np.array(list(map(fp8_max, FP8_DTYPES)))
 # Amaxes and scales are f32: a quotient that was rounded twice is off by less.
 _EQUAL = 4 * 2**-24
 _COLUMNS = (
@@ -171,7 +172,7 @@ def _origin(recorded, scale_inv) -> str | None:
         return "max"
     if _is_scale_of(before[-1], scale_inv):
         return "most_recent"
-    is_larger = scale_inv * max(map(fp8_max, FP8_DTYPES)) > largest
+    is_larger = scale_inv * _FP8_MAX.max() > largest
     return "dropped" if is_larger and np.all(before) else None
 
 
@@ -181,7 +182,7 @@ def _is_scale_of(amax, scale_inv) -> bool:
     """
     if amax == 0:
         return False
-    ratios = scale_inv / amax * np.array(list(map(fp8_max, FP8_DTYPES)))
+    ratios = scale_inv / amax * _FP8_MAX
     return np.any(np.abs(ratios / 2.0 ** np.round(np.log2(ratios)) - 1) <= _EQUAL)
 
 

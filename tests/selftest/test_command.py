@@ -108,7 +108,7 @@ def test_a_backend_that_does_not_start(rows, monkeypatch, capsys):
 
 @NATIVE
 def test_a_library_that_does_not_load(monkeypatch):
-    monkeypatch.setattr(_machine, "OPS", {})
+    monkeypatch.setattr(_op_calls, "OPS", {})
     assert _checks.machine()["status"] == "passed"
     library = _ffi.LIBRARIES[0]._replace(error="does not load")
     monkeypatch.setattr(_ffi, "LIBRARIES", [library])
