@@ -1,6 +1,5 @@
 """compare: measure the error of every FP8 product of a model, layer by layer."""
 
-import dataclasses
 import functools
 import math
 import warnings
@@ -12,20 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from .._jax._table import natural, table
+from .._jax._table import natural
 from .._jax._trees import split_arrays
 from ..dot import _product
 from ..nnx import _inspect as nnx_inspect
 from ..numerics import FP8_DTYPES
 from ..recipes import FP8StateWarning
 from ._backward import Runs
+from ._rows import Rows
 
 _TENSORS = ("output", "input_grad", "kernel_grad")
 _COLUMNS = ("layer", *_TENSORS, *(f"model_{name}" for name in _TENSORS))
 
 
-@dataclasses.dataclass(frozen=True)
-class Comparison:
+class Comparison(Rows):
     """SQNR of every FP8 product of a model; `str` is a table, the worst layers first.
 
         SQNR = 10 log10(sum x**2 / sum (x - x_fp8)**2) dB, x in float32
@@ -46,10 +45,7 @@ class Comparison:
               before add up, and in gradients those of the layers after.
     """
 
-    rows: list[dict[str, Any]]
-
-    def __str__(self) -> str:
-        return table(self.rows, _COLUMNS, ".1f", right=1)
+    _table = _COLUMNS, ".1f", 1
 
 
 def compare(

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import ops
-from .._jax._table import natural, table
+from .._jax._table import natural
 from ..dot import FusedInput, _product
 from ..recipes import TensorwiseQuantizer, scales_of
 from ._backward import Runs
+from ._rows import Rows
 
 # Each tensor, in the codes of its first product and of its second.
 _TENSORS = (
@@ -29,8 +30,7 @@ _TENSORS = (
 _COLUMNS = ("layer", "tensor", "saturated", "flushed")
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class Counts:
+class Counts(Rows):
     """The fractions of elements that saturated and that became zero, in one step; `str`
     is a table, the worst first.
 
@@ -46,10 +46,7 @@ class Counts:
             `shard_map`.
     """
 
-    rows: list[dict[str, Any]]
-
-    def __repr__(self) -> str:
-        return table(self.rows, _COLUMNS, ".2%", right=2)
+    _table = _COLUMNS, ".2%", 2
 
 
 def count(step: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Counts]:

@@ -19,6 +19,7 @@ from ..nnx._inspect import function_of_arrays
 from ..numerics import FP8_DTYPES
 from ..recipes import GEMMType, no_reduction
 from ._programs import GEMM_OPS, Place, Target, equations, traced
+from ._rows import Rows
 
 _PASSES = ("forward", "backward", *GEMMType)
 _COLUMNS = ("layer", "pass", "product", "times", "line", "why")
@@ -29,8 +30,8 @@ _PLAIN = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Gemms:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Gemms(Rows):
     """The matrix products of a program; `str` is a table of them.
 
     Attributes:
@@ -43,10 +44,9 @@ class Gemms:
         platform: the platform that `fp8` and `why` are for.
     """
 
-    rows: list[dict[str, Any]]
     platform: str
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         shown = []
         for row in self.rows:
             row = row | {"why": row["why"] or "FP8"}

@@ -3,6 +3,7 @@ NaN and infinities among them.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -47,7 +48,8 @@ class Kind(NamedTuple):
     """The variant of a call of an op, and the numbers of its arguments.
 
     Attributes:
-        shape: `(m, n, k)`: matrices are `[m, n]`, products contract k.
+        shape: `(*groups, m, n, k)`: matrices are `[m, n]`, products contract k; each
+            group has operands of its own.
         dtype: the dtype of tensors to quantize, and of results in high precision.
         form: the format of codes.
         index: the number of the case, by which options of the op take turns.
@@ -55,7 +57,7 @@ class Kind(NamedTuple):
         rng: what `call` draws the numbers from.
     """
 
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]
     dtype: np.dtype = np.dtype(jnp.bfloat16)
     form: Format = E4M3
     index: int = 0
@@ -77,17 +79,27 @@ class Kind(NamedTuple):
 OPS = {}
 
 
-def call(op: str, kind: Kind, group: int = 0) -> tuple:
+def call(op: str, kind: Kind) -> tuple:
     """Return `(function, arguments)`, a new function that takes the leaves of the
     operands: JAX does not lower the same function twice.
     """
-    kind = kind._replace(rng=np.random.default_rng([kind.index, group]))
+    *groups, m, n, k = kind.shape
+    kind = kind._replace(shape=(m, n, k), rng=np.random.default_rng(kind.index))
     function, draws = OPS[op]
-    arguments, tree = jax.tree.flatten([draw(kind) for draw in draws])
+    members = []
+    for _ in range(math.prod(groups)):
+        members.append([draw(kind) for draw in draws])
+
+    def stack(*arrays):
+        return np.stack(arrays).reshape(*groups, *arrays[0].shape)
+
+    arguments, tree = jax.tree.flatten(jax.tree.map(stack, *members))
 
     def run(*arguments):
         return function(kind, *tree.unflatten(arguments))
 
+    for _ in groups:
+        run = jax.vmap(run)
     return run, arguments
 
 

@@ -15,8 +15,8 @@ from flax import linen as nn, nnx
 from .._jax import _warnings
 from .._jax._table import aligned, natural
 from .._jax._trees import split_arrays
+from ..dot import _contexts
 from ..linen._dot_general import DEFAULT_RECIPE, Fp8Module
-from ..linen._layers_by_rule import is_compared
 from ..linen._quantize_by_rules import Decision, decision, is_layer
 from ..linen._scopes import Region, regions
 from ..nnx import _quantize_by_rules as nnx_rules
@@ -25,12 +25,12 @@ from ..nnx._freeze import FrozenKernel, recorded_calls
 from ..recipes import (
     OVERWRITE_WITH_GRADIENT,
     DelayedScaling,
-    HighPrecision,
     is_off,
     keeps_state,
     kind,
     resolve,
 )
+from ._rows import Rows
 
 _COLUMNS = ("layer", "kind", "input", "kernel", "recipe", "why")
 _NO_PRODUCT = {
@@ -53,13 +53,9 @@ _NO_PRODUCT = {
 
 _OWN_ARRAYS = "rules do not reach products in its code; use Fp8Einsum there"
 
-# This context is part of jit's cache key, so that blocks in nn.jit are traced anew for
-# each report; the methods of a cached block would not run.
-_report = jax.make_user_context(None)
-
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Report:
+class Report(Rows):
     """The layers of a model; `str` and `repr` are a table of them.
 
     Attributes:
@@ -71,7 +67,6 @@ class Report:
         unused: the rules that decide about no layer, as text.
     """
 
-    rows: list[dict[str, Any]]
     unused: list[str]
 
     def __repr__(self) -> str:
@@ -152,7 +147,6 @@ class _Rows:
 
     def add(self, path: str, module, recipe, why: str, input=None, kernel=None) -> dict:
         """Add a row, and return it."""
-        recipe = None if isinstance(recipe, HighPrecision) else recipe
         cells = path, type(module).__name__, input, kernel, recipe, why
         self.by_path[path] = row = dict(zip(_COLUMNS, cells, strict=True))
         return row
@@ -190,13 +184,9 @@ class _Rows:
         """
         _, kernel = shapes
         rule = None if decided is None else decided.rule
-        recipe = None
         reason = _why_no_product(module)
         if takes_rules:
             why = _own_product(module) if rule is None else self.use(decided)
-            # Layers that run together have no products of their own.
-            if rule is not None and rule.layers is not None:
-                recipe = rule.recipe
         elif rule is not None and (reason or kernel):
             why = self.use(decided)
             if rule.recipe is not None:
@@ -205,7 +195,7 @@ class _Rows:
             why = f"no rule; {_OWN_ARRAYS}"
         else:
             return
-        self.add(path, module, recipe, why, *shapes)
+        self.add(path, module, None, why, *shapes)
 
     def use(self, decided: Decision) -> str:
         """Record that a rule decides about a layer, and return its text."""
@@ -230,9 +220,12 @@ def _why_no_product(module) -> str | None:
 
 def _linen_rows(model, variables, args, kwargs) -> _Rows:
     rows = _Recorder()
-    called = _Recorder()
+    called = set()
     key = jax.random.key(0)
     arrays, joined = split_arrays((variables, args, kwargs))
+
+    def observe(product, *operands):
+        called.update(map("/".join, (product.path, product.layer_path())))
 
     def run(arrays):
         variables, args, kwargs = joined(arrays)
@@ -244,13 +237,17 @@ def _linen_rows(model, variables, args, kwargs) -> _Rows:
         # `init` may call layers that no step calls, for their parameters alone. A model
         # whose `apply` takes other arguments, as a decoder does after the first call,
         # does not tell which.
-        with nn.intercept_methods(called.record), contextlib.suppress(Exception):
+        called.clear()
+        with contextlib.suppress(Exception):
             model.apply(variables, *args, rngs=key, mutable=True, **kwargs)
             for path, row in rows.by_path.items():
-                if row["recipe"] is not None and path not in called.by_path:
+                if row["recipe"] is not None and path not in called:
                     row["why"] += "; not called"
 
-    with _report(object()):
+    # The context is part of jit's cache key, so that blocks in nn.jit are traced anew
+    # for each report: the methods of a cached block would not run. Layers that a rule
+    # runs together run apart in it.
+    with _contexts.observed_by(observe):
         jax.eval_shape(run, arrays)
     return rows
 
@@ -270,8 +267,6 @@ class _Recorder(_Rows):
         self.regions |= dict.fromkeys(regions(module.scope))
         result = next_method(*args, **kwargs)
         shapes = [tuple(arg.shape) for arg in args if hasattr(arg, "shape")]
-        if is_compared.get():
-            return result
         if isinstance(module, Fp8Module):
             if context.method_name == "__call__":
                 self._product(module, shapes[:2])

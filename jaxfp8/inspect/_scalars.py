@@ -4,6 +4,7 @@ them over a run.
 
 import dataclasses
 import os
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -122,6 +123,8 @@ def scalars(variables: Any, prefix: str = "fp8") -> dict[str, float]:
     return dict(zip(names, np.asarray(measured.values).tolist(), strict=True))
 
 
+# A line of `plot`: layer, operand, member of a stack, and figure.
+_LINE = re.compile(r"(.*)/(\w+)((?:\[.*)?)/(scale|amax)")
 # Axes with more lines than this get no legend, which would hide the lines.
 _MOST_LABELS = 16
 
@@ -179,11 +182,9 @@ def _lines(histories) -> dict[str, dict[str, np.ndarray]]:
     lines = defaultdict(dict)
     values = np.stack([step.values for step in steps], axis=-1)
     for name, over_steps in zip(*different, values, strict=True):
-        path, _, kind = name.rpartition("/")
-        layer, _, quantizer = path.rpartition("/")
-        operand, bracket, index = quantizer.partition("[")
-        if kind in ("scale", "amax"):
+        if line := _LINE.fullmatch(name):
+            layer, operand, index, figure = line.groups()
             # 0 means that nothing was recorded; a log scale has no 0
             drawn = np.where(over_steps > 0, over_steps, np.nan)
-            lines[f"{kind} of {operand}"][layer + bracket + index] = drawn
+            lines[f"{figure} of {operand}"][layer + index] = drawn
     return lines

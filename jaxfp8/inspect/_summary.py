@@ -1,6 +1,5 @@
 """summary: show the step just run, from the state of every quantizer."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -10,6 +9,7 @@ from .._jax._table import member, table
 from ..numerics import FP8_DTYPES, fp8_max
 from ..recipes import _below_zero, _state_tree
 from ..train import unstack_state
+from ._rows import Rows
 
 _FP8_MAX = np.array(list(map(fp8_max, FP8_DTYPES)))
 # Amaxes and scales are f32: a quotient that was rounded twice is off by less.
@@ -27,8 +27,7 @@ _COLUMNS = (
 _SCREEN = 40  # the most lines of a table
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class Summary:
+class Summary(Rows):
     """The quantizers of a model; `str` and `repr` are a table of them.
 
     Below the table, quantizers whose state is below zero are named, with the causes:
@@ -61,8 +60,6 @@ class Summary:
               state.
             - `least`: the smallest number of the state, history and scale.
     """
-
-    rows: list[dict[str, Any]]
 
     def __repr__(self) -> str:
         more = len(self.rows) - _SCREEN
@@ -212,8 +209,7 @@ def quantizers(where: str, tree) -> list[tuple[str, Any, Any]]:
         leaves = quantizer.leaves
         axis = _state_tree.slot_axis(f"{where}: {quantizer.name}", *leaves)
         # Transforms stack along any axis; here the slots go last.
-        if axis not in (-1, leaves[0].ndim - 1):
-            leaves = [jax.numpy.moveaxis(leaf, axis, -1) for leaf in leaves]
+        leaves = [jax.numpy.moveaxis(leaf, axis, -1) for leaf in leaves]
         collection = f"/{_state_tree.OVERWRITE_WITH_GRADIENT}/"
         name = f"/{quantizer.name}".partition(collection)[2] or quantizer.name
         arrays.append((name, *leaves))

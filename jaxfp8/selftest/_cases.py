@@ -137,16 +137,8 @@ def cases(op: str) -> Iterator[Case]:
 
 
 def case(op: str, kind: Kind) -> Case:
-    """Return one case; an additional leading dimension counts groups, each with
-    arguments of its own.
-    """
-    *groups, m, n, k = kind.shape
-    one = kind._replace(shape=(m, n, k))
-    calls = [call(op, one, group) for group in range(*groups or (1,))]
-    function, arguments = calls[0]
-    if groups:
-        function = jax.vmap(function)
-        arguments = map(np.stack, zip(*(parts[1] for parts in calls), strict=True))
+    """Return one case."""
+    function, arguments = call(op, kind)
     shape = ",".join(map(str, kind.shape))
     name = f"{kind.dtype.name}[{shape}] {kind.form}, {kind.index}"
     return Case(op, name, function, tuple(arguments))
