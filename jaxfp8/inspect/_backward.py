@@ -44,18 +44,14 @@ class Runs:
 
         def backward(operands, grad):
             tensors = look(operands, grad)
-            rank = jax.tree.leaves(tensors)[0].ndim
 
-            def on_host(tensors):
-                tensors = jax.tree.map(np.asarray, tensors)
-                shape = jax.tree.leaves(tensors)[0].shape
-                batch = shape[: len(shape) - rank]
-                trees.append((batch, tensors))
-                return np.zeros(batch, np.float32)
+            def on_host(zeros, tensors):  # zeros for each member of a batch
+                trees.append((zeros.shape, jax.tree.map(np.asarray, tensors)))
+                return zeros
 
-            scalar = jax.ShapeDtypeStruct((), jnp.float32)
+            zero = jnp.float32(0)
             zero = jax.pure_callback(
-                on_host, scalar, tensors, vmap_method="broadcast_all"
+                on_host, zero, zero, tensors, vmap_method="broadcast_all"
             )
             # The gradient depends on a zero from the callback, without which XLA would
             # drop the callback.
