@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import linen as nn, nnx
 
 from .._jax import _warnings
-from .._jax._table import aligned, natural
+from .._jax._table import natural, table
 from .._jax._trees import split_arrays
 from ..dot import _contexts
 from ..linen._dot_general import DEFAULT_RECIPE, Fp8Module
@@ -70,11 +70,12 @@ class Report(Rows):
     unused: list[str]
 
     def __repr__(self) -> str:
-        lines = [_COLUMNS]
+        shown = []
         for row in self.rows:
-            cells = row | {"recipe": row["recipe"] or "high precision"}
-            lines.append([_text(cells[column]) for column in _COLUMNS])
-        return "\n".join([aligned(lines), *(f"unused: {rule}" for rule in self.unused)])
+            row = row | {"recipe": row["recipe"] or "high precision"}
+            shown.append({column: _text(cell) for column, cell in row.items()})
+        unused = (f"unused: {rule}" for rule in self.unused)
+        return "\n".join([table(shown, _COLUMNS), *unused])
 
 
 def report(
@@ -389,12 +390,10 @@ def _first_matrix(params) -> tuple[int, ...] | None:
     return shapes.get("kernel", next(iter(shapes.values()), None))
 
 
-def _text(value) -> str:
+def _text(value):
     """Return a cell of the table; for a recipe its name and the fields that differ from
     the defaults.
     """
-    if value is None:
-        return "-"
     if dataclasses.is_dataclass(value):
         options = []
         for field in dataclasses.fields(value):
@@ -404,4 +403,4 @@ def _text(value) -> str:
                 name = getattr(option, "__qualname__", name)
                 options.append(f"{field.name}={name}")
         return f"{type(value).__name__}({', '.join(options)})"
-    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return "x".join(map(str, value)) if isinstance(value, tuple) else value

@@ -59,8 +59,8 @@ def _measured(where: str, variables, fp8_format=HYBRID) -> Measured:
     names = []
     values = []
     for quantizer, history, scale_inv in quantizers(where, variables):
-        history = jnp.asarray(history).astype(jnp.float32)
-        scale_inv = jnp.asarray(scale_inv)[..., 0].astype(jnp.float32)
+        history = jnp.asarray(history, jnp.float32)
+        scale_inv = jnp.asarray(scale_inv, jnp.float32)[..., 0]
         # Numbers below zero make the scale NaN. Look for them before `clean`, which
         # replaces them.
         is_bad = jnp.any(_scaling.below_zero(history), axis=-1)
