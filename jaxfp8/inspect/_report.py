@@ -78,9 +78,7 @@ class Report(Rows):
         return "\n".join([table(shown, _COLUMNS), *unused])
 
 
-def report(
-    model: Any, *args: Any, variables: Any = None, strict: bool = False, **kwargs: Any
-) -> Report:
+def report(model: Any, *args: Any, variables: Any = None, **kwargs: Any) -> Report:
     """Return a table of a model's layers, with the recipe of each and the reason; the
     model may have rules or not.
 
@@ -103,8 +101,6 @@ def report(
         variables: the variables of a Linen model, or None. With variables
             `model.apply(variables, ...)` is traced, and `why` names layers whose state
             the variables lack.
-        strict: whether a rule that decides about no layer is an error; else it is a
-            warning.
 
     Returns:
         The `Report`.
@@ -112,7 +108,7 @@ def report(
     Raises:
         TypeError: `model` is neither a Linen nor an NNX module, or there are variables
             for an NNX module.
-        ValueError: with `strict`, a rule decides about no layer.
+        UserWarning: a rule decides about no layer; `unused` has it.
     """
     if isinstance(model, nn.Module):
         rows = _linen_rows(model, variables, args, kwargs)
@@ -126,13 +122,11 @@ def report(
     paths = sorted(rows.by_path, key=natural)
     result = Report([rows.by_path[path] for path in paths], rows.unused())
     if result.unused:
-        message = (
+        _warnings.warn(
             f"report: rules that decide nothing: {'; '.join(result.unused)}; is the "
-            "path spelled as in the table?"
+            "path spelled as in the table?",
+            UserWarning,
         )
-        if strict:
-            raise ValueError(f"{message}\n{result}")
-        _warnings.warn(message, UserWarning)
     return result
 
 
@@ -323,11 +317,10 @@ def _nnx_rows(model, args, kwargs) -> _Rows:
             continue  # a layer holds it
         name = "/".join(map(str, path))
         index = nnx_rules.decision(region.rules, path, module)
-        decided = product = x = None
+        decided = x = None
         if index is not None:
             decided = Decision(region.rules[index], index, region)
-        if is_layer:
-            product = nnx_rules.product(module)
+        product = nnx_rules.product(module)
         if name in calls:
             # the rows of all experts are recorded as a batch of each expert's
             batch_dims = int(attributes[id(module)] == "ragged_dot")

@@ -37,12 +37,11 @@ def remedy(rows: list[dict]) -> str:
     failed = {row["check"] for row in rows if row["status"] == "failed"}
     # Without a device or a library no op runs, so switching off some of them would not
     # help.
-    bad = sorted(failed - {"training"})
+    bad = failed - {"training"}
     if not bad or "machine" in bad:
         return ""
-    off = os.environ.get(_support.VARIABLE, "").split(",")
-    names = dict.fromkeys(filter(None, [*off, *bad]))
-    return f"{_support.VARIABLE}={','.join(names)}"
+    off = _support.parsed(os.environ.get(_support.VARIABLE, ""))
+    return f"{_support.VARIABLE}={','.join(sorted(off | bad))}"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -51,7 +51,7 @@ def _wrong(name, got, right, bound=None) -> str | None:
             good |= np.abs(got - right) <= bound
     if good.all():
         return None
-    place = tuple(int(i) for i in np.unravel_index(np.argmin(good), good.shape))
+    place = tuple(np.argwhere(~good)[0].tolist())
     return (
         f"{name}: {(~good).sum()} of {good.size} wrong, first at {place}: "
         f"{got[place]!r}, expected {right[place]!r}"
