@@ -106,8 +106,7 @@ def _function(model, args, variables, kwargs):
     if isinstance(model, nn.Module):
         if variables is None:
             variables = model.init(jax.random.key(0), *args, **kwargs)
-        model = model.apply
-        args = (variables, *args)
+        model, args = model.apply, (variables, *args)
     elif variables is not None:
         raise TypeError(
             "compare: variables: expected None for a model that is not Linen's, which "

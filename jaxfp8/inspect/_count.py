@@ -3,7 +3,6 @@ that become zero.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -74,8 +73,9 @@ def count(step: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Cou
     Raises:
         ValueError: the step ran the backward of no FP8 product.
     """
-    for trees in itertools.chain(*_runs.products.values()):
-        trees.clear()
+    for products in _runs.products.values():
+        for trees in products:
+            trees.clear()
     with _product.replaced_by(_counted):
         result = jax.block_until_ready(step(*args, **kwargs))
     reached, rows = list(_runs.labelled()), []

@@ -41,7 +41,7 @@ _ACTIVATIONS = *ops.ACTIVATIONS, ops.ClampedSwiGLU(2.0, alpha=1.702, offset=1.0)
 _HARD = np.float32(
     "inf -inf nan 0 -0 1e-45 -1e-45 1.1754944e-38 -3e38 6e4 448 0.0009765625".split()
 )
-_QUARTERS = np.float32([-1, -0.75, -0.5, -0.25, 0.25, 0.5, 0.75, 1])
+_QUARTERS = np.r_[-4:0, 1:5] / 4
 
 
 class Kind(NamedTuple):
@@ -170,7 +170,7 @@ def _any_codes(kind):
 
 
 def _moment(kind):
-    values = _numbers(kind, kind.matrix) * np.float32(E4M3.max / 16)
+    values = 28 * _numbers(kind, kind.matrix)
     data = np.clip(values, -E4M3.max, E4M3.max).astype(E4M3.dtype)
     blocks = _blocks.count((1, ops.MOMENT_BLOCK), *kind.matrix)
     exponents = kind.rng.integers(-1, 2, blocks).astype(np.int8)
@@ -239,7 +239,7 @@ def read_rows(kind, history, scale):
 @_given(_history, lambda kind: _factors(kind, 12))
 def write_histories(kind, history, recorded):
     product = [(history, history[:1]), (history[:1], history[:1])]
-    numbers = [(recorded[:1], recorded[1:2]), (recorded[2:3], recorded[3:4])]
+    numbers = [jnp.split(pair, 2) for pair in jnp.split(recorded[:4], 2)]
     if kind.turn((True, False)):
         return ops.write_histories([product], [recorded])
     return [ops.write_quantizers(product, numbers)]
@@ -261,22 +261,19 @@ def quantize(kind, x, scale, amax, op=ops.quantize):
 
 
 @_given(_tensor, _scale, _factors)
-def quantize_transpose(kind, *arguments):
-    return quantize(kind, *arguments, op=ops.quantize_transpose)
+def quantize_transpose(kind, *operands):
+    return quantize(kind, *operands, op=ops.quantize_transpose)
 
 
 @_given(_preactivation, _factors)
-def quantize_activation(kind, x, scale):
+def quantize_activation(kind, *operands, op=ops.quantize_activation):
     activation = kind.turn(_ACTIVATIONS)
-    return ops.quantize_activation(x, scale, kind.form.dtype, activation=activation)
+    return op(*operands, kind.form.dtype, activation=activation)
 
 
 @_given(_preactivation, _activation, _factors)
-def quantize_activation_grad(kind, *arguments):
-    activation = kind.turn(_ACTIVATIONS)
-    return ops.quantize_activation_grad(
-        *arguments, kind.form.dtype, activation=activation
-    )
+def quantize_activation_grad(kind, *operands):
+    return quantize_activation(kind, *operands, op=ops.quantize_activation_grad)
 
 
 @_given(_activation, _vector, _vector, _factors)
@@ -288,8 +285,8 @@ def quantize_norm(kind, x, gamma, beta, scale):
 
 
 @_given(_tensor, _tensor, _scale)
-def quantize_pair(kind, *arguments):
-    return ops.quantize_pair(*arguments, kind.form.dtype)
+def quantize_pair(kind, *operands):
+    return ops.quantize_pair(*operands, kind.form.dtype)
 
 
 @_given(_tensor)
@@ -324,8 +321,8 @@ def _adam_leaf(kind):
     grads, params = _hard_numbers(kind, kind.matrix), _hard_numbers(kind, kind.matrix)
     keys = kind.rng.integers(0, 2**32, (2, *scales[0].shape), np.uint32)
     hyper = np.float32([0.9, 0.1, 0.99, 0.01, 1.6, 9.0, 1e-12, 1e-8, 1e-3, 0.1, 0.5])
-    params = kind.turn((None, params))
-    return ops.AdamLeaf(grads, params, _moment(kind), nu, keys, hyper)
+    mu, params = _moment(kind), kind.turn((None, params))
+    return ops.AdamLeaf(grads, params, mu, nu, keys, hyper)
 
 
 # Two leaves in one call, with or without parameters.

@@ -105,9 +105,8 @@ def _joined(scopes) -> str:
 
 
 def _line(traceback) -> str:
-    frames = () if traceback is None else traceback.frames
     # The first frame is the innermost one.
-    for frame in frames:
+    for frame in getattr(traceback, "frames", ()):
         if not frame.file_name.startswith(_LIBRARIES):
             return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
     return ""

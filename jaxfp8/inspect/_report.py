@@ -325,7 +325,7 @@ def _nnx_rows(model, args, kwargs) -> _Rows:
             # the rows of all experts are recorded as a batch of each expert's
             batch_dims = int(attributes[id(module)] == "ragged_dot")
             x = calls[name].x_shape[batch_dims:]
-        shapes = x, _kernel(module)
+        shapes = x, _first_matrix(vars(module), (nnx.Param, FrozenKernel))
         if product is None:
             if is_layer and decided is not None and decided.rule.recipe is not None:
                 rows.use(decided)
@@ -340,17 +340,6 @@ def _nnx_rows(model, args, kwargs) -> _Rows:
         if (args or kwargs) and x is None:
             row["why"] += "; not called"
     return rows
-
-
-def _kernel(module):
-    """Return the shape of an NNX module's kernel, or else of its first parameter with
-    two or more dimensions.
-    """
-    arrays = {}
-    for name, value in vars(module).items():
-        if isinstance(value, (nnx.Param, FrozenKernel)):
-            arrays[name] = value
-    return _first_matrix(arrays)
 
 
 def _rule_text(index: int, rule) -> str:
@@ -372,15 +361,15 @@ def _own_product(layer) -> str:
     return "no rule"
 
 
-def _first_matrix(params) -> tuple[int, ...] | None:
+def _first_matrix(params, kinds=object) -> tuple[int, ...] | None:
     """Return the shape of a module's kernel, or else of its first parameter with two or
-    more dimensions; or None.
+    more dimensions, of these kinds; or None.
     """
-    shapes = {}
-    for name, value in params.items():
-        if len(getattr(value, "shape", ())) > 1:
-            shapes[name] = tuple(value.shape)
-    return shapes.get("kernel", next(iter(shapes.values()), None))
+    for name in ("kernel", *params):
+        value = params.get(name)
+        if isinstance(value, kinds) and len(getattr(value, "shape", ())) > 1:
+            return tuple(value.shape)
+    return None
 
 
 def _text(value):

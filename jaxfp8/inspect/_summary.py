@@ -210,8 +210,8 @@ def quantizers(where: str, tree) -> list[tuple[str, Any, Any]]:
         axis = _state_tree.slot_axis(f"{where}: {quantizer.name}", *leaves)
         # Transforms stack along any axis; here the slots go last.
         leaves = [jax.numpy.moveaxis(leaf, axis, -1) for leaf in leaves]
-        collection = f"/{_state_tree.OVERWRITE_WITH_GRADIENT}/"
-        name = f"/{quantizer.name}".partition(collection)[2] or quantizer.name
+        collection = f"{_state_tree.OVERWRITE_WITH_GRADIENT}/"
+        name = quantizer.name.rpartition(collection)[-1]
         arrays.append((name, *leaves))
     if not arrays:
         raise ValueError(

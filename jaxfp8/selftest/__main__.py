@@ -62,9 +62,14 @@ def main(argv: list[str] | None = None) -> int:
     passed = all(row["status"] == "passed" for row in rows)
     seconds = time.perf_counter() - start
     if args.json:
-        report = {"passed": passed, "seconds": seconds, "rows": rows}
+        report = {
+            "passed": passed,
+            "seconds": seconds,
+            "rows": rows,
+            "environment": about,
+        }
         with open(args.json, "w") as file:
-            json.dump(report | {"environment": about}, file, indent=1)
+            json.dump(report, file, indent=1)
     # What failed is above the last line, where a reader begins.
     rows.sort(key=lambda row: row["status"] == "failed")
     print(table(rows, _COLUMNS))

@@ -2,7 +2,6 @@
 context fails alone.
 """
 
-import itertools
 import multiprocessing
 import os
 import signal
@@ -67,7 +66,7 @@ def finish(jobs: list[list[str]]) -> list[dict[str, Any]]:
         return rows
 
     with ThreadPoolExecutor(min(12, os.cpu_count() or 1)) as pool:
-        return list(itertools.chain.from_iterable(pool.map(rows_of, jobs)))
+        return sum(pool.map(rows_of, jobs), [])
 
 
 def _rows_of_process(names):
