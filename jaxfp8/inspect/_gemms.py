@@ -88,7 +88,7 @@ def gemms(
     counts = Counter()
     for eqn, place in equations(program):
         counts.update(_rows(eqn, place, target))
-    rows = [{**dict(row), "times": times} for row, times in counts.items()]
+    rows = [dict(row, times=times) for row, times in counts.items()]
     return Gemms(rows, target.name)
 
 

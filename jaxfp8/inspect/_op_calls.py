@@ -321,8 +321,8 @@ def _adam_leaf(kind):
     grads, params = _hard_numbers(kind, kind.matrix), _hard_numbers(kind, kind.matrix)
     keys = kind.rng.integers(0, 2**32, (2, *scales[0].shape), np.uint32)
     hyper = np.float32([0.9, 0.1, 0.99, 0.01, 1.6, 9.0, 1e-12, 1e-8, 1e-3, 0.1, 0.5])
-    mu, params = _moment(kind), kind.turn((None, params))
-    return ops.AdamLeaf(grads, params, mu, nu, keys, hyper)
+    params = kind.turn((None, params))
+    return ops.AdamLeaf(grads, params, _moment(kind), nu, keys, hyper)
 
 
 # Two leaves in one call, with or without parameters.

@@ -33,7 +33,7 @@ _DIFFERENT, _AMAX = 0.01, 2.0**-11
 
 
 def _bits(x):
-    return np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}").reshape(x.shape)
+    return x.view(f"u{x.dtype.itemsize}")
 
 
 def _wrong(name, got, right, bound=None) -> str | None:
@@ -112,7 +112,7 @@ class Case(NamedTuple):
     op: str
     name: str
     function: Callable
-    arguments: tuple
+    arguments: list
 
     def problem(self, results: list, expected: list) -> str | None:
         """Return what is wrong in the results of the case, numpy arrays like those of
@@ -141,4 +141,4 @@ def case(op: str, kind: Kind) -> Case:
     function, arguments = call(op, kind)
     shape = ",".join(map(str, kind.shape))
     name = f"{kind.dtype.name}[{shape}] {kind.form}, {kind.index}"
-    return Case(op, name, function, tuple(arguments))
+    return Case(op, name, function, arguments)
