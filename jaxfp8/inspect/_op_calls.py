@@ -86,14 +86,14 @@ def call(op: str, kind: Kind) -> tuple:
     *groups, m, n, k = kind.shape
     kind = kind._replace(shape=(m, n, k), rng=np.random.default_rng(kind.index))
     function, draws = OPS[op]
-    members = []
+    drawn = []
     for _ in range(math.prod(groups)):
-        members.append([draw(kind) for draw in draws])
+        drawn.append([draw(kind) for draw in draws])
 
     def stack(*arrays):
         return np.stack(arrays).reshape(*groups, *arrays[0].shape)
 
-    arguments, tree = jax.tree.flatten(jax.tree.map(stack, *members))
+    arguments, tree = jax.tree.flatten(jax.tree.map(stack, *drawn))
 
     def run(*arguments):
         return function(kind, *tree.unflatten(arguments))
