@@ -1,6 +1,6 @@
 """Runs: what products see in their backward, on the host."""
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,14 +16,15 @@ class Runs:
     """Collects what the products of a program give the host in their backward.
 
     Attributes:
-        products: the layer of each product, in the order of tracing, and `(batch,
-            tree)` of each of its runs: numpy arrays, and the sizes of the dimensions
-            that every `vmap` put in front. A backward runs the iterations of a loop in
-            reverse order, so that the last iteration comes first.
+        products: by the layer its products, in the order of tracing, and of each
+            product `(batch, tree)` of each of its runs: numpy arrays, and the sizes of
+            the dimensions that every `vmap` put in front. A backward runs the
+            iterations of a loop in reverse order, so that the last iteration comes
+            first.
     """
 
     def __init__(self):
-        self.products = []
+        self.products = defaultdict(list)
 
     def at_backward(self, y: jax.Array, operands: Any, look: Callable) -> jax.Array:
         """Return y, the result of a product, whose gradient is looked at where it
@@ -35,7 +36,7 @@ class Runs:
             look: `(operands, gradient of y) -> tree of arrays` for the host.
         """
         trees = []
-        self.products.append((_contexts.current_layer() or "product", trees))
+        self.products[_contexts.current_layer() or "product"].append(trees)
 
         @jax.custom_vjp
         def watched(y, operands):
@@ -43,18 +44,14 @@ class Runs:
 
         def backward(operands, grad):
             tensors = look(operands, grad)
-            rank = jax.tree.leaves(tensors)[0].ndim
 
-            def on_host(tensors):
-                tensors = jax.tree.map(np.asarray, tensors)
-                shape = jax.tree.leaves(tensors)[0].shape
-                batch = shape[: len(shape) - rank]
-                trees.append((batch, tensors))
-                return np.zeros(batch, np.float32)
+            def on_host(zeros, tensors):  # zeros for each member of a batch
+                trees.append((zeros.shape, jax.tree.map(np.asarray, tensors)))
+                return zeros
 
-            scalar = jax.ShapeDtypeStruct((), jnp.float32)
+            zero = jnp.float32(0)
             zero = jax.pure_callback(
-                on_host, scalar, tensors, vmap_method="broadcast_all"
+                on_host, zero, zero, tensors, vmap_method="broadcast_all"
             )
             # The gradient depends on a zero from the callback, without which XLA would
             # drop the callback.
@@ -69,16 +66,14 @@ class Runs:
         `label` is the layer, with ` (call 1)` for its second product, and `[i]` for an
         iteration of a loop and a member of a batch.
         """
-        reached = [(layer, runs) for layer, runs in self.products if runs]
-        products_of_layer = Counter(layer for layer, _ in reached)
-        calls = Counter()
-        for layer, runs in reached:
-            label = layer
-            if products_of_layer[layer] > 1:
-                label += f" (call {calls[layer]})"
-            calls[layer] += 1
-            for iteration, (batch, tree) in enumerate(runs[::-1]):
-                place = (iteration,) if len(runs) > 1 else ()
-                for index in np.ndindex(batch):
-                    at_index = jax.tree.map(lambda x, index=index: x[index], tree)
-                    yield label + member(place + index), at_index
+        for layer, products in self.products.items():
+            reached = list(filter(None, products))
+            for call, runs in enumerate(reached):
+                label = layer
+                if len(reached) > 1:
+                    label += f" (call {call})"
+                for iteration, (batch, tree) in enumerate(runs[::-1]):
+                    place = (iteration,) if len(runs) > 1 else ()
+                    for index in np.ndindex(batch):
+                        at_index = jax.tree.map(lambda x, index=index: x[index], tree)
+                        yield label + member(place + index), at_index

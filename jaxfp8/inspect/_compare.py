@@ -1,6 +1,5 @@
 """compare: measure the error of every FP8 product of a model, layer by layer."""
 
-import dataclasses
 import functools
 import math
 import warnings
@@ -12,20 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from .._jax._table import natural, table
+from .._jax._table import natural
 from .._jax._trees import split_arrays
 from ..dot import _product
 from ..nnx import _inspect as nnx_inspect
 from ..numerics import FP8_DTYPES
 from ..recipes import FP8StateWarning
 from ._backward import Runs
+from ._rows import Rows
 
 _TENSORS = ("output", "input_grad", "kernel_grad")
 _COLUMNS = ("layer", *_TENSORS, *(f"model_{name}" for name in _TENSORS))
 
 
-@dataclasses.dataclass(frozen=True)
-class Comparison:
+class Comparison(Rows):
     """SQNR of every FP8 product of a model; `str` is a table, the worst layers first.
 
         SQNR = 10 log10(sum x**2 / sum (x - x_fp8)**2) dB, x in float32
@@ -46,10 +45,7 @@ class Comparison:
               before add up, and in gradients those of the layers after.
     """
 
-    rows: list[dict[str, Any]]
-
-    def __str__(self) -> str:
-        return table(self.rows, _COLUMNS, ".1f", right=1)
+    _table = _COLUMNS, ".1f", 1
 
 
 def compare(
@@ -57,13 +53,13 @@ def compare(
     batch: Any,
     variables: Any = None,
     *,
-    loss: Callable[..., Any] | None = None,
+    loss: Callable[..., Any],
     **kwargs: Any,
 ) -> Comparison:
     """Run a model with its products in float32 and in FP8, forward and backward, and
     compare layer by layer.
 
-        print(jaxfp8.inspect.compare(model, batch, variables))
+        print(jaxfp8.inspect.compare(model, batch, variables, loss=loss_of_output))
 
     Both runs have the same weights, batch and FP8 state, and update nothing. Only the
     FP8 products differ between the runs. The outputs and gradients of all products go
@@ -77,8 +73,8 @@ def compare(
         batch: the arguments of the model: a tuple, or a single argument.
         variables: the variables of a Linen model, with its FP8 state; None takes those
             of `model.init(jax.random.key(0), ...)`, whose scales are 1.
-        loss: a function of the model's output that returns a scalar; None is the mean
-            of squares of the output.
+        loss: a function of the model's output that returns a scalar: the loss of your
+            training, because scales fit no other gradients.
         kwargs: keyword arguments of the model, for a Linen model those of `apply`
             (`rngs`, `train`, ...).
 
@@ -86,24 +82,21 @@ def compare(
         The `Comparison`.
 
     Raises:
-        TypeError: the model cannot be called, or returns no floating-point array and
-            there is no `loss`; or there are variables for a model that is not Linen's.
+        TypeError: the model cannot be called, or there are variables for a model that
+            is not Linen's.
         ValueError: no gradient reaches an FP8 product.
     """
     args = batch if isinstance(batch, tuple) else (batch,)
     fn, arrays = _function(model, args, variables, kwargs)
-    loss = loss or _mean_of_squares
     exact = _run(fn, arrays, loss, _product.multiply_float32, _product.multiply_fp8)
-    if not any(trees for _, trees in exact.products):
+    if not exact:
         raise ValueError(
             "compare: model: expected FP8 products that the gradient of the loss "
             "reaches, got none; is autocast off, or no recipe given?"
         )
     fp8 = _run(fn, arrays, loss, _product.multiply_fp8)
     rows = []
-    for (layer, tensors), (_, in_model) in zip(
-        exact.labelled(), fp8.labelled(), strict=True
-    ):
+    for (layer, tensors), (_, in_model) in zip(exact, fp8, strict=True):
         rows.append(_row(layer, *tensors, *in_model))
     return Comparison(sorted(rows, key=_worst_first))
 
@@ -113,8 +106,7 @@ def _function(model, args, variables, kwargs):
     if isinstance(model, nn.Module):
         if variables is None:
             variables = model.init(jax.random.key(0), *args, **kwargs)
-        model = model.apply
-        args = (variables, *args)
+        model, args = model.apply, (variables, *args)
     elif variables is not None:
         raise TypeError(
             "compare: variables: expected None for a model that is not Linen's, which "
@@ -123,9 +115,10 @@ def _function(model, args, variables, kwargs):
     return nnx_inspect.function_of_arrays(model, args, kwargs)
 
 
-def _run(fn, arrays, loss, *functions) -> Runs:
+def _run(fn, arrays, loss, *functions) -> list[tuple[str, Any]]:
     """Run one step forward and backward, in which the first of `functions` multiplies;
-    return the tensors that each of them gives from the same operands and gradient.
+    return, with labels, the tensors that each of them gives from the same operands and
+    gradient.
     """
     runs = Runs()
     arrays = jax.tree.map(jnp.asarray, arrays)
@@ -148,23 +141,11 @@ def _run(fn, arrays, loss, *functions) -> Runs:
     # State that the model closes over has no gradient here, and needs none.
     with warnings.catch_warnings(action="ignore", category=FP8StateWarning):
         jax.block_until_ready(jax.jit(jax.grad(loss_of))(floats))
-    return runs
+    return list(runs.labelled())
 
 
 def _is_float(leaf) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype not in FP8_DTYPES
-
-
-def _mean_of_squares(output):
-    arrays, _ = split_arrays(output)
-    leaves = [x for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)]
-    if not leaves:
-        raise TypeError(
-            "compare: model: expected a result with floating-point arrays, got none; "
-            "register the class of the result as a pytree, or pass loss"
-        )
-    total = sum(jnp.sum(x.astype(jnp.float32) ** 2) for x in leaves)
-    return total / sum(x.size for x in leaves)
 
 
 def _tensors(function, operands, grad) -> list:
@@ -188,15 +169,12 @@ def _row(layer: str, exact, by_itself, in_model) -> dict[str, Any]:
 
 def _sqnr(exact, got) -> float:
     exact, got = np.float64(exact), np.float64(got)
-    if not np.all(np.isfinite(exact)):
-        return math.nan
-    if not np.all(np.isfinite(got)):
-        return -math.inf
-    noise = np.sum((exact - got) ** 2)
-    if noise == 0:
-        return math.inf
-    with np.errstate(divide="ignore"):  # a signal of zeros is lost wholly
-        return float(10 * np.log10(np.sum(exact**2) / noise))
+    # Infinities give the figures of tensors that are not finite.
+    got = np.where(np.isnan(got), np.inf, got)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        noise = np.sum((exact - got) ** 2)
+        sqnr = 10 * np.log10(np.sum(exact**2) / noise)
+    return math.inf if noise == 0 else float(sqnr)
 
 
 def _worst_first(row):

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import ops
-from .._jax._table import natural, table
+from .._jax._table import natural
 from ..dot import FusedInput, _product
 from ..recipes import TensorwiseQuantizer, scales_of
 from ._backward import Runs
+from ._rows import Rows
 
 # Each tensor, in the codes of its first product and of its second.
 _TENSORS = (
@@ -28,8 +29,7 @@ _TENSORS = (
 _COLUMNS = ("layer", "tensor", "saturated", "flushed")
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class Counts:
+class Counts(Rows):
     """The fractions of elements that saturated and that became zero, in one step; `str`
     is a table, the worst first.
 
@@ -45,10 +45,7 @@ class Counts:
             `shard_map`.
     """
 
-    rows: list[dict[str, Any]]
-
-    def __repr__(self) -> str:
-        return table(self.rows, _COLUMNS, ".2%", right=2)
+    _table = _COLUMNS, ".2%", 2
 
 
 def count(step: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Counts]:
@@ -76,17 +73,18 @@ def count(step: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Cou
     Raises:
         ValueError: the step ran the backward of no FP8 product.
     """
-    for _, trees in _runs.products:
-        trees.clear()
+    for products in _runs.products.values():
+        for trees in products:
+            trees.clear()
     with _product.replaced_by(_counted):
         result = jax.block_until_ready(step(*args, **kwargs))
-    rows = []
-    for layer, fractions in _runs.labelled():
+    reached, rows = list(_runs.labelled()), []
+    for layer, fractions in reached:
         for tensor, pair in zip(_TENSORS, fractions.tolist(), strict=True):
             row = dict(zip(_COLUMNS, (layer, tensor, *pair), strict=True))
             if not np.isnan(pair[0]):
                 rows.append(row)
-    if not any(trees for _, trees in _runs.products):
+    if not reached:
         raise ValueError(
             "count: step: expected a function that takes gradients through FP8 "
             "products, got one without such; give it the training step, or jax.grad "

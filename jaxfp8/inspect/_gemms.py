@@ -19,6 +19,7 @@ from ..nnx._inspect import function_of_arrays, traced
 from ..numerics import FP8_DTYPES
 from ..recipes import GEMMType, no_reduction
 from ._programs import GEMM_OPS, Place, Target, equations
+from ._rows import Rows
 
 _PASSES = ("forward", "backward", *GEMMType)
 _COLUMNS = ("layer", "pass", "product", "times", "line", "why")
@@ -29,8 +30,8 @@ _PLAIN = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Gemms:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Gemms(Rows):
     """The matrix products of a program; `str` is a table of them.
 
     Attributes:
@@ -43,10 +44,9 @@ class Gemms:
         platform: the platform that `fp8` and `why` are for.
     """
 
-    rows: list[dict[str, Any]]
     platform: str
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         shown = []
         for row in self.rows:
             row = row | {"why": row["why"] or "FP8"}
@@ -88,7 +88,7 @@ def gemms(
     counts = Counter()
     for eqn, place in equations(program):
         counts.update(_rows(eqn, place, target))
-    rows = [{**dict(row), "times": times} for row, times in counts.items()]
+    rows = [dict(row, times=times) for row, times in counts.items()]
     return Gemms(rows, target.name)
 
 

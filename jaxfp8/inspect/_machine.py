@@ -13,10 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from ..numerics import E4M3
 from ..ops import _ffi, _support
 from . import _op_calls
 
@@ -103,16 +100,8 @@ def cublaslt() -> str:
     return f"{major}.{minor // 100}.{minor % 100} (libcublasLt.so.{major})"
 
 
-def _example(op: str) -> tuple:
-    """Return a function that calls an op, and the arguments of the function: bfloat16
-    matrices of 256 rows and columns, a multiple of every block.
-    """
-    rank = 3 if op in _op_calls.PRODUCTS else 2
-    kind = _op_calls.Kind((256,) * rank, np.dtype(jnp.bfloat16), E4M3)
-    return _op_calls.call(op, kind)
-
-
-OPS = {op: _example(op) for op in _op_calls.OPS}
+# Matrices of 256 rows and columns, a multiple of every block.
+EXAMPLE = _op_calls.Kind((256, 256, 256))
 # The reason of an op that runs in jnp because no kernel of it exists for the platform:
 # nothing is broken or missing.
 NO_KERNEL = "no kernel for"
@@ -123,12 +112,11 @@ def active_ops(platform: str) -> list[dict[str, Any]]:
     runs as its custom call, and `why`, a clause that says why not, else "".
     """
     rows = []
-    for name, (function, arguments) in OPS.items():
+    for name in _op_calls.OPS:
+        function, arguments = _op_calls.call(name, EXAMPLE)
         with _support.listening() as reasons:
             try:
-                # Make a new function for each call: JAX does not lower the same
-                # function twice.
-                traced = jax.jit(lambda *args, op=function: op(*args)).trace(*arguments)
+                traced = jax.jit(function).trace(*arguments)
                 text = traced.lower(lowering_platforms=(platform,)).as_text()
             except NotImplementedError as error:
                 text = ""

@@ -105,9 +105,8 @@ def _joined(scopes) -> str:
 
 
 def _line(traceback) -> str:
-    frames = () if traceback is None else traceback.frames
     # The first frame is the innermost one.
-    for frame in frames:
+    for frame in getattr(traceback, "frames", ()):
         if not frame.file_name.startswith(_LIBRARIES):
             return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
     return ""
@@ -127,13 +126,14 @@ class Target(NamedTuple):
 
     Attributes:
         name: the name of the platform, for messages.
-        gpus: the NVIDIA GPUs; an empty tuple stands for GPUs with all FP8 GEMMs.
+        capabilities: the compute capabilities of its NVIDIA GPUs; an empty set stands
+            for GPUs with all FP8 GEMMs.
         lacks: why the platform has no FP8 GEMM at all; None where it has some.
     """
 
     name: str
-    gpus: tuple = ()
-    lacks: str | None = None
+    capabilities: set
+    lacks: str | None
 
     @staticmethod
     def parse(platform: str | None) -> "Target":
@@ -143,7 +143,7 @@ class Target(NamedTuple):
         Raises:
             ValueError: `platform` is unknown.
         """
-        local = tuple(_support.local_gpus())
+        gpus, lacks = _support.local_gpus(), None
         # On a CPU models are developed, to run on GPUs later.
         if platform is None:
             platform = _support.backend()
@@ -152,22 +152,25 @@ class Target(NamedTuple):
         capability = re.fullmatch(r"sm_(\d+)(\d)a?", str(platform))
         if capability:
             version = ".".join(capability.groups())
-            gpu = SimpleNamespace(device_kind=platform, compute_capability=version)
-            return Target(platform, (gpu,))
-        if platform in ("cuda", "gpu"):
+            gpus = [SimpleNamespace(device_kind=platform, compute_capability=version)]
+        elif platform in ("cuda", "gpu"):
+            platform = "cuda"
             # Local GPUs need the CUDA library of this installation. For GPUs elsewhere
             # the library is assumed.
-            lacks = None
-            if local and not _ffi.has_cuda_kernels():
+            if gpus and not _ffi.has_cuda_kernels():
                 lacks = "jaxfp8 was installed without its CUDA library"
-            return Target("cuda", local, lacks)
-        if platform in _WITHOUT_FP8_GEMMS:
-            lacks = "has no FP8 GEMM: codes are widened, exactly, and multiplied"
-            return Target(platform, lacks=f"{platform} {lacks}")
-        raise ValueError(
-            'gemms: platform: expected None, "cuda", a compute capability such as '
-            f'"sm_90", or one of {_WITHOUT_FP8_GEMMS}, got {platform!r}'
-        )
+        elif platform in _WITHOUT_FP8_GEMMS:
+            lacks = (
+                f"{platform} has no FP8 GEMM: codes are widened, exactly, and "
+                "multiplied"
+            )
+        else:
+            raise ValueError(
+                'gemms: platform: expected None, "cuda", a compute capability such as '
+                f'"sm_90", or one of {_WITHOUT_FP8_GEMMS}, got {platform!r}'
+            )
+        lacks = lacks or _support.lacks_fp8(gpus)
+        return Target(platform, _support.capabilities(gpus), lacks)
 
     def why_not(self, eqn) -> str | None:
         """Return why an equation does not run in FP8; None where it does.
@@ -179,14 +182,10 @@ class Target(NamedTuple):
         types = [var.aval for var in eqn.invars]
         op = eqn.params.get("op")
         implementation = getattr(op, "implementation", "xla")
-        # 1. Ask the platform: it may have no FP8 GEMM at all, GPUs without FP8, or no
-        #    cuBLASLt.
-        if self.lacks:
-            return self.lacks
-        missing = _support.lacks_fp8(self.gpus)
-        by_cublaslt = name != "ragged_matmul" and implementation != "xla"
-        if missing is None and by_cublaslt:
-            missing = _support.lacks_cublaslt()
+        # 1. Ask the platform: it may have no FP8 GEMM at all, or no cuBLASLt.
+        missing = self.lacks
+        if name != "ragged_matmul" and implementation != "xla":
+            missing = missing or _support.lacks_cublaslt()
         if missing:
             return missing
         # 2. Ask the implementation that was selected while tracing.
@@ -200,5 +199,4 @@ class Target(NamedTuple):
                 return None
             return f'implementation("xla"): XLA has no FP8 product for this {name}'
         # 3. Ask the op itself whether it has a kernel for the operands on these GPUs.
-        capabilities = _support.capabilities(self.gpus)
-        return op.why_disabled() or op.not_on(capabilities, *types)
+        return op.why_disabled() or op.not_on(self.capabilities, *types)

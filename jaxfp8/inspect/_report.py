@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from flax import linen as nn, nnx
 
 from .._jax import _warnings
-from .._jax._table import aligned, natural
+from .._jax._table import natural, table
 from .._jax._trees import split_arrays
+from ..dot import _contexts
 from ..linen._dot_general import DEFAULT_RECIPE, Fp8Module
-from ..linen._layers_by_rule import is_compared
 from ..linen._quantize_by_rules import Decision, decision, is_layer
 from ..linen._scopes import Region, regions
 from ..nnx import _quantize_by_rules as nnx_rules
@@ -25,12 +25,12 @@ from ..nnx._freeze import FrozenKernel, recorded_calls
 from ..recipes import (
     OVERWRITE_WITH_GRADIENT,
     DelayedScaling,
-    HighPrecision,
     is_off,
     keeps_state,
     kind,
     resolve,
 )
+from ._rows import Rows
 
 _COLUMNS = ("layer", "kind", "input", "kernel", "recipe", "why")
 _NO_PRODUCT = {
@@ -53,13 +53,9 @@ _NO_PRODUCT = {
 
 _OWN_ARRAYS = "rules do not reach products in its code; use Fp8Einsum there"
 
-# This context is part of jit's cache key, so that blocks in nn.jit are traced anew for
-# each report; the methods of a cached block would not run.
-_report = jax.make_user_context(None)
-
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Report:
+class Report(Rows):
     """The layers of a model; `str` and `repr` are a table of them.
 
     Attributes:
@@ -71,20 +67,18 @@ class Report:
         unused: the rules that decide about no layer, as text.
     """
 
-    rows: list[dict[str, Any]]
     unused: list[str]
 
     def __repr__(self) -> str:
-        lines = [_COLUMNS]
+        shown = []
         for row in self.rows:
-            cells = row | {"recipe": row["recipe"] or "high precision"}
-            lines.append([_text(cells[column]) for column in _COLUMNS])
-        return "\n".join([aligned(lines), *(f"unused: {rule}" for rule in self.unused)])
+            row = row | {"recipe": row["recipe"] or "high precision"}
+            shown.append({column: _text(cell) for column, cell in row.items()})
+        unused = (f"unused: {rule}" for rule in self.unused)
+        return "\n".join([table(shown, _COLUMNS), *unused])
 
 
-def report(
-    model: Any, *args: Any, variables: Any = None, strict: bool = False, **kwargs: Any
-) -> Report:
+def report(model: Any, *args: Any, variables: Any = None, **kwargs: Any) -> Report:
     """Return a table of a model's layers, with the recipe of each and the reason; the
     model may have rules or not.
 
@@ -107,8 +101,6 @@ def report(
         variables: the variables of a Linen model, or None. With variables
             `model.apply(variables, ...)` is traced, and `why` names layers whose state
             the variables lack.
-        strict: whether a rule that decides about no layer is an error; else it is a
-            warning.
 
     Returns:
         The `Report`.
@@ -116,7 +108,7 @@ def report(
     Raises:
         TypeError: `model` is neither a Linen nor an NNX module, or there are variables
             for an NNX module.
-        ValueError: with `strict`, a rule decides about no layer.
+        UserWarning: a rule decides about no layer; `unused` has it.
     """
     if isinstance(model, nn.Module):
         rows = _linen_rows(model, variables, args, kwargs)
@@ -130,13 +122,11 @@ def report(
     paths = sorted(rows.by_path, key=natural)
     result = Report([rows.by_path[path] for path in paths], rows.unused())
     if result.unused:
-        message = (
+        _warnings.warn(
             f"report: rules that decide nothing: {'; '.join(result.unused)}; is the "
-            "path spelled as in the table?"
+            "path spelled as in the table?",
+            UserWarning,
         )
-        if strict:
-            raise ValueError(f"{message}\n{result}")
-        _warnings.warn(message, UserWarning)
     return result
 
 
@@ -152,7 +142,6 @@ class _Rows:
 
     def add(self, path: str, module, recipe, why: str, input=None, kernel=None) -> dict:
         """Add a row, and return it."""
-        recipe = None if isinstance(recipe, HighPrecision) else recipe
         cells = path, type(module).__name__, input, kernel, recipe, why
         self.by_path[path] = row = dict(zip(_COLUMNS, cells, strict=True))
         return row
@@ -190,13 +179,9 @@ class _Rows:
         """
         _, kernel = shapes
         rule = None if decided is None else decided.rule
-        recipe = None
         reason = _why_no_product(module)
         if takes_rules:
             why = _own_product(module) if rule is None else self.use(decided)
-            # Layers that run together have no products of their own.
-            if rule is not None and rule.layers is not None:
-                recipe = rule.recipe
         elif rule is not None and (reason or kernel):
             why = self.use(decided)
             if rule.recipe is not None:
@@ -205,7 +190,7 @@ class _Rows:
             why = f"no rule; {_OWN_ARRAYS}"
         else:
             return
-        self.add(path, module, recipe, why, *shapes)
+        self.add(path, module, None, why, *shapes)
 
     def use(self, decided: Decision) -> str:
         """Record that a rule decides about a layer, and return its text."""
@@ -230,9 +215,12 @@ def _why_no_product(module) -> str | None:
 
 def _linen_rows(model, variables, args, kwargs) -> _Rows:
     rows = _Recorder()
-    called = _Recorder()
+    called = set()
     key = jax.random.key(0)
     arrays, joined = split_arrays((variables, args, kwargs))
+
+    def observe(product, *operands):
+        called.update(map("/".join, (product.path, product.layer_path())))
 
     def run(arrays):
         variables, args, kwargs = joined(arrays)
@@ -244,13 +232,17 @@ def _linen_rows(model, variables, args, kwargs) -> _Rows:
         # `init` may call layers that no step calls, for their parameters alone. A model
         # whose `apply` takes other arguments, as a decoder does after the first call,
         # does not tell which.
-        with nn.intercept_methods(called.record), contextlib.suppress(Exception):
+        called.clear()
+        with contextlib.suppress(Exception):
             model.apply(variables, *args, rngs=key, mutable=True, **kwargs)
             for path, row in rows.by_path.items():
-                if row["recipe"] is not None and path not in called.by_path:
+                if row["recipe"] is not None and path not in called:
                     row["why"] += "; not called"
 
-    with _report(object()):
+    # The context is part of jit's cache key, so that blocks in nn.jit are traced anew
+    # for each report: the methods of a cached block would not run. Layers that a rule
+    # runs together run apart in it.
+    with _contexts.observed_by(observe):
         jax.eval_shape(run, arrays)
     return rows
 
@@ -270,8 +262,6 @@ class _Recorder(_Rows):
         self.regions |= dict.fromkeys(regions(module.scope))
         result = next_method(*args, **kwargs)
         shapes = [tuple(arg.shape) for arg in args if hasattr(arg, "shape")]
-        if is_compared.value:
-            return result
         if isinstance(module, Fp8Module):
             if context.method_name == "__call__":
                 self._product(module, shapes[:2])
@@ -327,16 +317,15 @@ def _nnx_rows(model, args, kwargs) -> _Rows:
             continue  # a layer holds it
         name = "/".join(map(str, path))
         index = nnx_rules.decision(region.rules, path, module)
-        decided = product = x = None
+        decided = x = None
         if index is not None:
             decided = Decision(region.rules[index], index, region)
-        if is_layer:
-            product = nnx_rules.product(module)
+        product = nnx_rules.product(module)
         if name in calls:
             # the rows of all experts are recorded as a batch of each expert's
             batch_dims = int(attributes[id(module)] == "ragged_dot")
             x = calls[name].x_shape[batch_dims:]
-        shapes = x, _kernel(module)
+        shapes = x, _first_matrix(vars(module), (nnx.Param, FrozenKernel))
         if product is None:
             if is_layer and decided is not None and decided.rule.recipe is not None:
                 rows.use(decided)
@@ -351,17 +340,6 @@ def _nnx_rows(model, args, kwargs) -> _Rows:
         if (args or kwargs) and x is None:
             row["why"] += "; not called"
     return rows
-
-
-def _kernel(module):
-    """Return the shape of an NNX module's kernel, or else of its first parameter with
-    two or more dimensions.
-    """
-    arrays = {}
-    for name, value in vars(module).items():
-        if isinstance(value, (nnx.Param, FrozenKernel)):
-            arrays[name] = value
-    return _first_matrix(arrays)
 
 
 def _rule_text(index: int, rule) -> str:
@@ -383,23 +361,21 @@ def _own_product(layer) -> str:
     return "no rule"
 
 
-def _first_matrix(params) -> tuple[int, ...] | None:
+def _first_matrix(params, kinds=object) -> tuple[int, ...] | None:
     """Return the shape of a module's kernel, or else of its first parameter with two or
-    more dimensions; or None.
+    more dimensions, of these kinds; or None.
     """
-    shapes = {}
-    for name, value in params.items():
-        if len(getattr(value, "shape", ())) > 1:
-            shapes[name] = tuple(value.shape)
-    return shapes.get("kernel", next(iter(shapes.values()), None))
+    for name in ("kernel", *params):
+        value = params.get(name)
+        if isinstance(value, kinds) and len(getattr(value, "shape", ())) > 1:
+            return tuple(value.shape)
+    return None
 
 
-def _text(value) -> str:
+def _text(value):
     """Return a cell of the table; for a recipe its name and the fields that differ from
     the defaults.
     """
-    if value is None:
-        return "-"
     if dataclasses.is_dataclass(value):
         options = []
         for field in dataclasses.fields(value):
@@ -409,4 +385,4 @@ def _text(value) -> str:
                 name = getattr(option, "__qualname__", name)
                 options.append(f"{field.name}={name}")
         return f"{type(value).__name__}({', '.join(options)})"
-    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return "x".join(map(str, value)) if isinstance(value, tuple) else value

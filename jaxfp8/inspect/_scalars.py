@@ -4,6 +4,7 @@ them over a run.
 
 import dataclasses
 import os
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -58,8 +59,8 @@ def _measured(where: str, variables, fp8_format=HYBRID) -> Measured:
     names = []
     values = []
     for quantizer, history, scale_inv in quantizers(where, variables):
-        history = jnp.asarray(history).astype(jnp.float32)
-        scale_inv = jnp.asarray(scale_inv)[..., 0].astype(jnp.float32)
+        history = jnp.asarray(history, jnp.float32)
+        scale_inv = jnp.asarray(scale_inv, jnp.float32)[..., 0]
         # Numbers below zero make the scale NaN. Look for them before `clean`, which
         # replaces them.
         is_bad = jnp.any(_scaling.below_zero(history), axis=-1)
@@ -70,15 +71,14 @@ def _measured(where: str, variables, fp8_format=HYBRID) -> Measured:
         is_grad = quantizer.endswith("output_grad")
         largest = fp8_max(fp8_format.backward_dtype if is_grad else fp8_format.dtype)
         before = jnp.max(history[..., 1:], axis=-1, initial=0)
-        growth = jnp.where((newest > 0) & (before > 0), newest / before, jnp.nan)
-        scale_lag = jnp.where(newest > 0, jnp.log2(newest * scale / largest), jnp.nan)
+        recorded = jnp.where(newest > 0, newest, jnp.nan)
         figures = {
             "scale": scale,
             "amax": newest,
             "amax_max": jnp.max(history, axis=-1),
             "peak": newest * scale,
-            "growth": growth,
-            "scale_lag": scale_lag,
+            "growth": recorded / jnp.where(before > 0, before, jnp.nan),
+            "scale_lag": jnp.log2(recorded * scale / largest),
         }
         # The names have the order of the flat figures: layer by layer of the stack, the
         # figures of a layer together.
@@ -123,6 +123,8 @@ def scalars(variables: Any, prefix: str = "fp8") -> dict[str, float]:
     return dict(zip(names, np.asarray(measured.values).tolist(), strict=True))
 
 
+# A line of `plot`: layer, operand, member of a stack, and figure.
+_LINE = re.compile(r"(.*)/(\w+)((?:\[.*)?)/(scale|amax)")
 # Axes with more lines than this get no legend, which would hide the lines.
 _MOST_LABELS = 16
 
@@ -180,11 +182,9 @@ def _lines(histories) -> dict[str, dict[str, np.ndarray]]:
     lines = defaultdict(dict)
     values = np.stack([step.values for step in steps], axis=-1)
     for name, over_steps in zip(*different, values, strict=True):
-        path, _, kind = name.rpartition("/")
-        layer, _, quantizer = path.rpartition("/")
-        operand, bracket, index = quantizer.partition("[")
-        if kind in ("scale", "amax"):
+        if line := _LINE.fullmatch(name):
+            layer, operand, index, figure = line.groups()
             # 0 means that nothing was recorded; a log scale has no 0
             drawn = np.where(over_steps > 0, over_steps, np.nan)
-            lines[f"{kind} of {operand}"][layer + bracket + index] = drawn
+            lines[f"{figure} of {operand}"][layer + index] = drawn
     return lines

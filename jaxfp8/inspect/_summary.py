@@ -1,6 +1,5 @@
 """summary: show the step just run, from the state of every quantizer."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -10,7 +9,9 @@ from .._jax._table import member, table
 from ..numerics import FP8_DTYPES, fp8_max
 from ..recipes import _below_zero, _state_tree
 from ..train import unstack_state
+from ._rows import Rows
 
+_FP8_MAX = np.array(list(map(fp8_max, FP8_DTYPES)))
 # Amaxes and scales are f32: a quotient that was rounded twice is off by less.
 _EQUAL = 4 * 2**-24
 _COLUMNS = (
@@ -26,8 +27,7 @@ _COLUMNS = (
 _SCREEN = 40  # the most lines of a table
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class Summary:
+class Summary(Rows):
     """The quantizers of a model; `str` and `repr` are a table of them.
 
     Below the table, quantizers whose state is below zero are named, with the causes:
@@ -60,8 +60,6 @@ class Summary:
               state.
             - `least`: the smallest number of the state, history and scale.
     """
-
-    rows: list[dict[str, Any]]
 
     def __repr__(self) -> str:
         more = len(self.rows) - _SCREEN
@@ -171,7 +169,7 @@ def _origin(recorded, scale_inv) -> str | None:
         return "max"
     if _is_scale_of(before[-1], scale_inv):
         return "most_recent"
-    is_larger = scale_inv * max(map(fp8_max, FP8_DTYPES)) > largest
+    is_larger = scale_inv * _FP8_MAX.max() > largest
     return "dropped" if is_larger and np.all(before) else None
 
 
@@ -181,7 +179,7 @@ def _is_scale_of(amax, scale_inv) -> bool:
     """
     if amax == 0:
         return False
-    ratios = scale_inv / amax * np.array(list(map(fp8_max, FP8_DTYPES)))
+    ratios = scale_inv / amax * _FP8_MAX
     return np.any(np.abs(ratios / 2.0 ** np.round(np.log2(ratios)) - 1) <= _EQUAL)
 
 
@@ -210,8 +208,8 @@ def quantizers(where: str, tree) -> list[tuple[str, Any, Any]]:
             continue
         leaves = quantizer.leaves
         _state_tree.check_slots(f"{where}: {quantizer.name}", *leaves)
-        collection = f"/{_state_tree.OVERWRITE_WITH_GRADIENT}/"
-        name = f"/{quantizer.name}".partition(collection)[2] or quantizer.name
+        collection = f"{_state_tree.OVERWRITE_WITH_GRADIENT}/"
+        name = quantizer.name.rpartition(collection)[-1]
         arrays.append((name, *leaves))
     if not arrays:
         raise ValueError(

@@ -37,12 +37,11 @@ def remedy(rows: list[dict]) -> str:
     failed = {row["check"] for row in rows if row["status"] == "failed"}
     # Without a device or a library no op runs, so switching off some of them would not
     # help.
-    bad = sorted(failed - {"training"})
+    bad = failed - {"training"}
     if not bad or "machine" in bad:
         return ""
-    off = os.environ.get(_support.VARIABLE, "").split(",")
-    names = dict.fromkeys(filter(None, [*off, *bad]))
-    return f"{_support.VARIABLE}={','.join(names)}"
+    off = _support.parsed(os.environ.get(_support.VARIABLE, ""))
+    return f"{_support.VARIABLE}={','.join(sorted(off | bad))}"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -63,9 +62,14 @@ def main(argv: list[str] | None = None) -> int:
     passed = all(row["status"] == "passed" for row in rows)
     seconds = time.perf_counter() - start
     if args.json:
-        report = {"passed": passed, "seconds": seconds, "rows": rows}
+        report = {
+            "passed": passed,
+            "seconds": seconds,
+            "rows": rows,
+            "environment": about,
+        }
         with open(args.json, "w") as file:
-            json.dump(report | {"environment": about}, file, indent=1)
+            json.dump(report, file, indent=1)
     # What failed is above the last line, where a reader begins.
     rows.sort(key=lambda row: row["status"] == "failed")
     print(table(rows, _COLUMNS))

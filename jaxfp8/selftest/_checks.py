@@ -33,9 +33,9 @@ def machine() -> dict[str, Any]:
     for library in about["libraries"]:
         if library["platform"] == about["platform"]:
             problem = library["error"]
-    if about["platform"] == "cuda" and not problem:
-        problem = _support.lacks_fp8(_support.local_gpus())
-        problem = problem or _support.lacks_cublaslt()
+    if about["platform"] == "cuda":
+        gpus = _support.local_gpus()
+        problem = problem or _support.lacks_fp8(gpus) or _support.lacks_cublaslt()
     detail = ", ".join(f"{row['count']} x {row['kind']}" for row in devices)
     return _row(problem, detail) | {"environment": about}
 
@@ -50,32 +50,30 @@ def values(op: str) -> dict[str, Any]:
     product that is refused has no check.
     """
     backend = _support.backend()
-    problems, reasons = [], []
-    calls = 0
+    problems, calls = [], 0
     cases = list(_cases.cases(op))
-    for i, case in enumerate(cases):
-        case = case._replace(arguments=_numpy(case.arguments))
-        try:
-            with _support.listening() as why:
+    with _support.listening() as reasons:
+        for i, case in enumerate(cases):
+            case = case._replace(arguments=_numpy(case.arguments))
+            try:
                 lowered = jax.jit(case.function).lower(*case.arguments)
-        except NotImplementedError as error:
-            if backend != "tpu":
-                raise
-            reasons.append(f"refused: {error}")
-            continue
-        calls += f"custom_call @jaxfp8_{op}_v" in lowered.as_text()
-        reasons += why
-        is_recorded = backend == "cuda" and i % 2 == 0
-        compiled = lowered.compile(GRAPHS if is_recorded else None)
-        expected = _numpy(case.reference())
-        # The second run replays the graph, with buffers of its own.
-        for _ in range(1 + is_recorded):
-            got = _numpy(compiled(*case.arguments))
-            if problem := case.problem(got, expected):
-                problems.append(f"{case.name}: {problem}")
+            except NotImplementedError as error:
+                if backend != "tpu":
+                    raise
+                reasons.append(f"refused: {error}")
+                continue
+            calls += f"custom_call @jaxfp8_{op}_v" in lowered.as_text()
+            is_recorded = backend == "cuda" and i % 2 == 0
+            compiled = lowered.compile(GRAPHS if is_recorded else None)
+            expected = _numpy(case.reference())
+            # The second run replays the graph, with buffers of its own.
+            for _ in range(1 + is_recorded):
+                got = _numpy(compiled(*case.arguments))
+                if problem := case.problem(got, expected):
+                    problems.append(f"{case.name}: {problem}")
     detail = [f"{len(cases)} cases, {calls} by the custom call"]
     if not calls:
-        detail += dict.fromkeys(reasons)
+        detail += reasons
     row = _row("; ".join(problems[:3]), "; ".join(detail))
     return row | {"custom_calls": calls}
 
@@ -88,18 +86,17 @@ def training() -> dict[str, Any]:
     numbers = np.random.default_rng(0).standard_normal((3, 256, 256))
     x, kernel, grad = jnp.asarray(numbers, jnp.bfloat16)
 
-    def step(state, size):
-        def multiply(state):
-            return einsum("mk,kn->mn", x * size, kernel, recipe=recipe, state=state)
-
-        _, pullback = jax.vjp(multiply, state)
-        return *pullback(grad / size), None
+    def loss(state, size):
+        y = einsum("mk,kn->mn", x * size, kernel, recipe=recipe, state=state)
+        return jnp.vdot(y, grad / size)
 
     def run():
+        step, state = jax.jit(jax.grad(loss)), init_state(recipe)
         # Operands grow and gradients shrink, so scales change; there are more steps
         # than slots, so amaxes drop out.
-        sizes = jnp.asarray(2.0 ** np.arange(6), jnp.bfloat16)
-        return _numpy(jax.lax.scan(step, init_state(recipe), sizes)[0])
+        for i in range(6):
+            state = step(state, jnp.bfloat16(2**i))
+        return _numpy(state)
 
     state = run()
     with ops.implementation("reference"):

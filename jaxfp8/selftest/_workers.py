@@ -2,7 +2,6 @@
 context fails alone.
 """
 
-import itertools
 import multiprocessing
 import os
 import signal
@@ -25,23 +24,21 @@ def work(names: list[str], send: Callable[[dict], None]) -> None:
     """Run checks in this process, "machine", "training" or that of an op by its name,
     and send a row for each.
 
-    A check that raises is the last one in the process: a failed launch on a GPU would
+    A check that fails is the last one in the process: a failed launch on a GPU would
     fail every later check.
     """
     for name in names:
         start = time.perf_counter()
-        has_raised = False
         try:
             if name in ("machine", "training"):
                 row = getattr(_checks, name)()
             else:
                 row = _checks.values(name)
         except Exception as error:  # a broken kernel or installation may raise anything
-            has_raised = True
             detail = f"{type(error).__name__}: {error}"[:2000]
             row = {"status": "failed", "detail": detail}
         send({"check": name, **row, "seconds": time.perf_counter() - start})
-        if has_raised:
+        if row["status"] == "failed":
             return
 
 
@@ -69,7 +66,7 @@ def finish(jobs: list[list[str]]) -> list[dict[str, Any]]:
         return rows
 
     with ThreadPoolExecutor(min(12, os.cpu_count() or 1)) as pool:
-        return list(itertools.chain.from_iterable(pool.map(rows_of, jobs)))
+        return sum(pool.map(rows_of, jobs), [])
 
 
 def _rows_of_process(names):

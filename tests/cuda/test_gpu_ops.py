@@ -14,7 +14,7 @@ import pytest
 from equality import assert_all_bitwise
 
 from jaxfp8 import ops
-from jaxfp8.inspect import _machine
+from jaxfp8.inspect import _machine, _op_calls
 from jaxfp8.ops import _ffi
 
 from .gpu import GRAPHS, custom_calls as custom_calls
@@ -32,7 +32,7 @@ def test_more_than_2_to_the_31_elements():
     assert bool(jnp.all(data[-5000:-1].astype(jnp.float32) == 2))
 
 
-CALLS = [_machine.OPS[op] for op in _ffi._TARGETS["CUDA"]]
+CALLS = [_op_calls.call(op, _machine.EXAMPLE) for op in _ffi._TARGETS["CUDA"]]
 ARGUMENTS = [arguments for _, arguments in CALLS]
 
 

@@ -9,12 +9,12 @@ import pytest
 
 from jaxfp8 import ops
 from jaxfp8._jax import _compat
-from jaxfp8.inspect import _machine
+from jaxfp8.inspect import _machine, _op_calls
 from jaxfp8.ops import _ffi
 
 from . import emulated
 
-ONE_KERNEL = dict.fromkeys(_machine.OPS, (1, 0, 0))
+ONE_KERNEL = dict.fromkeys(_op_calls.OPS, (1, 0, 0))
 # An amax is a maximum into zeros, where none is raised in place; row-wise blocks are in
 # the last test.
 LAUNCHES = ONE_KERNEL | dict.fromkeys(
@@ -42,7 +42,7 @@ LAUNCHES["read_rows"] = (2, 0, 0)
     ],
 )
 def test_launches(op, handlers, over_handlers):
-    function, arguments = _machine.OPS[op]
+    function, arguments = _op_calls.call(op, _machine.EXAMPLE)
     arguments = [np.ones(x.shape, x.dtype) for x in arguments]
     compiled = jax.jit(function).lower(*arguments).compile()
     emulated.launches(handlers)

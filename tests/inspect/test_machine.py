@@ -15,11 +15,11 @@ from ops.test_support import gpu, machine as machine
 
 import jaxfp8
 from jaxfp8 import __main__ as command
-from jaxfp8.inspect import _machine
+from jaxfp8.inspect import _machine, _op_calls
 from jaxfp8.ops import _ffi, _support
 
 ON_CPU = set(cases.TARGETS)
-OPS = _machine.OPS
+OPS = _op_calls.OPS
 NATIVE = pytest.mark.skipif(not _ffi.is_loaded("cpu"), reason="no CPU library")
 
 
@@ -30,7 +30,7 @@ def by_name(rows) -> dict:
 @pytest.fixture
 def few_programs(monkeypatch):
     """One op, where the others would say the same."""
-    monkeypatch.setattr(_machine, "OPS", {"amax": _machine.OPS["amax"]})
+    monkeypatch.setattr(_op_calls, "OPS", {"amax": OPS["amax"]})
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_a_healthy_cpu_reads_as_healthy(monkeypatch, few_programs, disabled):
     off is not.
     """
     monkeypatch.setattr(
-        _machine,
+        _op_calls,
         "OPS",
         {name: OPS[name] for name in ("amax", "scaled_matmul")},
     )
@@ -156,7 +156,7 @@ def test_asking_takes_no_warning_away(machine):
     """A program lowered later warns as if nobody had asked."""
     machine(gpu("8.0"))
     _machine.active_ops("cuda")
-    function, arguments = _machine.OPS["amax"]
+    function, arguments = _op_calls.call("amax", _machine.EXAMPLE)
     with pytest.warns(RuntimeWarning, match=r"capability 8\.0"):
         cuda_text(function, *arguments)
 

@@ -140,10 +140,15 @@ def test_attention_of_flax():
         for model in (model, apart)
     ]
     assert products == [3, 5]
-    rows = jaxfp8.report(model, X, strict=True).rows
+    report = jaxfp8.report(model, X)
+    assert not report.unused
+    rows = report.rows
     told = {row["layer"]: row["why"] for row in rows}
     for name in NAMES:
         assert told[f"attention/{name}"] == "rule 0 'attention' as one product"
+    rows = jaxfp8.report(model, X, variables={"params": variables["params"]}).rows
+    told = {row["layer"]: row["why"] for row in rows}
+    assert "the variables have no state" in told["attention/key"]
 
     y = 2 * X
     with pytest.raises(ValueError, match="same x, .* another call of key"):

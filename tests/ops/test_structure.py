@@ -17,14 +17,14 @@ from recipes.cases import MATMUL
 
 import jaxfp8
 from jaxfp8 import ops
-from jaxfp8.inspect import _machine
+from jaxfp8.inspect import _machine, _op_calls
 
 from . import cases
 
 X = np.ones((6, 10), oracle.BF16)
 S = np.float32(1)
 E4M3 = cases.dtype_of(oracle.E4M3)
-OPS = _machine.OPS
+OPS = _op_calls.OPS
 # There is no CPU GEMM, and no producer: jnp, then a call.
 ON_CPU = {name: {name: 1} for name in cases.TARGETS} | {
     "quantize_activation": {"quantize_transpose": 1},
@@ -60,7 +60,7 @@ def dense_arguments():
 
 @TABLE
 def test_lowers_to_its_custom_call(op, cuda_custom_calls):
-    function, arguments = OPS[op]
+    function, arguments = _op_calls.call(op, _machine.EXAMPLE)
     with ops.implementation("ffi"):
         assert custom_calls(
             jax.jit(function).lower(*arguments).as_text()
@@ -71,7 +71,7 @@ def test_lowers_to_its_custom_call(op, cuda_custom_calls):
 @TABLE
 @pytest.mark.parametrize("name", ["reference", "xla"])
 def test_no_custom_calls_elsewhere(op, name, cuda_custom_calls):
-    function, arguments = OPS[op]
+    function, arguments = _op_calls.call(op, _machine.EXAMPLE)
     with ops.implementation(name):
         assert "jaxfp8_" not in jax.jit(function).lower(*arguments).as_text()
         assert "jaxfp8_" not in cuda_text(function, *arguments)
@@ -80,7 +80,7 @@ def test_no_custom_calls_elsewhere(op, name, cuda_custom_calls):
 @TABLE
 def test_vmap_stays_one_custom_call(op, cuda_custom_calls):
     """A batch becomes groups of the same call, not a loop of calls."""
-    function, arguments = OPS[op]
+    function, arguments = _op_calls.call(op, _machine.EXAMPLE)
     arguments = [jax.ShapeDtypeStruct((2, 3, *x.shape), x.dtype) for x in arguments]
     on_cuda = custom_calls(cuda_text(jax.vmap(jax.vmap(function)), *arguments))
     assert on_cuda == (ON_CUDA | ROWS)[op]

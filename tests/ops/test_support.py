@@ -18,7 +18,7 @@ from lowering import cuda_text
 import jaxfp8
 from jaxfp8 import inspect, ops
 from jaxfp8._jax import _compat
-from jaxfp8.inspect import _machine
+from jaxfp8.inspect import _machine, _op_calls
 from jaxfp8.ops import _ffi, _support
 
 from .test_structure import (
@@ -68,7 +68,7 @@ def machine(monkeypatch, cuda_custom_calls):
 
 
 def lowered(op):
-    function, arguments = OPS[op]
+    function, arguments = _op_calls.call(op, _machine.EXAMPLE)
     return custom_calls(cuda_text(function, *arguments))
 
 
@@ -86,7 +86,7 @@ def test_the_reference_runs_in_its_place(op, is_disabled, machine):
     "ffi" raises.
     """
     machine(*([] if is_disabled else [OLD]), disabled=op * is_disabled)
-    function, arguments = OPS[op]
+    function, arguments = _op_calls.call(op, _machine.EXAMPLE)
     with ops.implementation("reference"):
         reference = cuda_text(function, *arguments)
     jax.clear_caches()
@@ -186,7 +186,7 @@ def test_missing_cublaslt(machine):
         gpu("9.0"),
         cublaslt="cuBLASLt of CUDA 13 not found: libcublasLt.so.13: cannot open",
     )
-    function, arguments = OPS["scaled_matmul"]
+    function, arguments = _op_calls.call("scaled_matmul", _machine.EXAMPLE)
     with pytest.warns(
         RuntimeWarning, match="jaxfp8: cuBLASLt of CUDA 13 not found"
     ) as warned:

@@ -55,13 +55,10 @@ SILU_GATED = ops.ACTIVATIONS.index("silu_gated")
 
 def members(op, index):
     """A call of the op, and its arguments for a batch of batches."""
-    shape = (6, 7, 33) if op in _op_calls.PRODUCTS else (6, 40)
-    kind = _op_calls.Kind(shape, np.dtype(F32), numerics.E4M3, index)
-    calls = [_op_calls.call(op, kind, group) for group in range(OUTER * INNER)]
-    arguments = []
-    for parts in zip(*(arguments for _, arguments, *_ in calls), strict=True):
-        part = np.stack(parts)
-        arguments.append(part.reshape(OUTER, INNER, *part.shape[1:]))
+    kind = _op_calls.Kind((6, 40, 33), np.dtype(F32), numerics.E4M3, index)
+    function, _ = _op_calls.call(op, kind)
+    batch = kind._replace(shape=(OUTER, INNER, *kind.shape))
+    _, arguments = _op_calls.call(op, batch)
     if op == "ragged_matmul":
         arguments[-1] = GROUP_SIZES
     if op == "quantize_norm":
@@ -69,7 +66,7 @@ def members(op, index):
     if "activation" in op:
         # far from zero silu and its derivative are exact
         arguments[0] = 128 * np.sign(arguments[0])
-    return calls[0][0], *arguments
+    return function, *arguments
 
 
 def integers(*shape, dtype=F32):

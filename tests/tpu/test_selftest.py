@@ -17,9 +17,8 @@ from . import compiler
 
 @pytest.fixture
 def on_tpu(monkeypatch):
-    """A shape of each kind, as a TPU computes it; of products one for blocks too."""
-    monkeypatch.setattr(_cases, "_MATRICES", _cases._MATRICES[2:3])
-    monkeypatch.setattr(_cases, "_PRODUCTS", _cases._PRODUCTS[2:5:2])
+    """An odd shape and one for blocks, as a TPU computes them."""
+    monkeypatch.setattr(_cases, "_SHAPES", _cases._SHAPES[2:5:2])
     monkeypatch.setattr(_support, "backend", lambda: "tpu")
     with ops.implementation("tpu"):
         yield
