@@ -53,13 +53,13 @@ def compare(
     batch: Any,
     variables: Any = None,
     *,
-    loss: Callable[..., Any],
+    loss: Callable[..., Any] | None = None,
     **kwargs: Any,
 ) -> Comparison:
     """Run a model with its products in float32 and in FP8, forward and backward, and
     compare layer by layer.
 
-        print(jaxfp8.inspect.compare(model, batch, variables, loss=loss_of_output))
+        print(jaxfp8.inspect.compare(model, batch, variables))
 
     Both runs have the same weights, batch and FP8 state, and update nothing. Only the
     FP8 products differ between the runs. The outputs and gradients of all products go
@@ -73,8 +73,8 @@ def compare(
         batch: the arguments of the model: a tuple, or a single argument.
         variables: the variables of a Linen model, with its FP8 state; None takes those
             of `model.init(jax.random.key(0), ...)`, whose scales are 1.
-        loss: a function of the model's output that returns a scalar: the loss of your
-            training, because scales fit no other gradients.
+        loss: a function of the model's output that returns a scalar; None is the mean
+            of squares of the output.
         kwargs: keyword arguments of the model, for a Linen model those of `apply`
             (`rngs`, `train`, ...).
 
@@ -82,12 +82,13 @@ def compare(
         The `Comparison`.
 
     Raises:
-        TypeError: the model cannot be called, or there are variables for a model that
-            is not Linen's.
+        TypeError: the model cannot be called, or returns no floating-point array and
+            there is no `loss`; or there are variables for a model that is not Linen's.
         ValueError: no gradient reaches an FP8 product.
     """
     args = batch if isinstance(batch, tuple) else (batch,)
     fn, arrays = _function(model, args, variables, kwargs)
+    loss = loss or _mean_of_squares
     exact = _run(fn, arrays, loss, _product.multiply_float32, _product.multiply_fp8)
     if not exact:
         raise ValueError(
@@ -146,6 +147,18 @@ def _run(fn, arrays, loss, *functions) -> list[tuple[str, Any]]:
 
 def _is_float(leaf) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype not in FP8_DTYPES
+
+
+def _mean_of_squares(output):
+    arrays, _ = split_arrays(output)
+    leaves = [x for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)]
+    if not leaves:
+        raise TypeError(
+            "compare: model: expected a result with floating-point arrays, got none; "
+            "register the class of the result as a pytree, or pass loss"
+        )
+    total = sum(jnp.sum(x.astype(jnp.float32) ** 2) for x in leaves)
+    return total / sum(x.size for x in leaves)
 
 
 def _tensors(function, operands, grad) -> list:

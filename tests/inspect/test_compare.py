@@ -148,7 +148,7 @@ def test_nnx():
     model = Model(nnx.Rngs(0))
     kinds = nnx.Param, jaxfp8.nnx.OverwriteWithGradient
     before = jax.tree.map(np.array, nnx.state(model, *kinds))
-    comparison = inspect.compare(model, jnp.ones((4, 8)), loss=jnp.sum)
+    comparison = inspect.compare(model, jnp.ones((4, 8)))
     assert {row["layer"] for row in comparison.rows} == {"up"}
     assert_same_bits(nnx.state(model, *kinds), before)
 
@@ -181,13 +181,21 @@ def gram(x):
     return jaxfp8.einsum("mk,mn->kn", x, x, recipe=jaxfp8.Float8CurrentScaling())
 
 
+def test_results_that_are_not_arrays():
+    """Numbers, text and None are results too; the mean of squares leaves them out."""
+    x = jnp.linspace(-1, 1, 32).reshape(4, 8)
+
+    found = inspect.compare(lambda x: {"y": gram(x), "rest": (3, 1.5, "text", None)}, x)
+    assert found.rows == inspect.compare(gram, x).rows
+
+
 def test_errors():
     x = jnp.ones((4, 8))
     with pytest.raises(
         ValueError,
         match="compare: model: expected FP8 products that .* is autocast off",
     ):
-        inspect.compare(lambda x: 2 * x, x, loss=jnp.sum)
+        inspect.compare(lambda x: 2 * x, x)
     with pytest.raises(
         ValueError,
         match="compare: model: expected FP8 products that the gradient of the loss",
@@ -195,8 +203,13 @@ def test_errors():
         inspect.compare(gram, x, loss=lambda y: jax.lax.stop_gradient(jnp.sum(y)))
     with pytest.raises(
         TypeError,
+        match="compare: model: expected a result with .*, got none; register the class",
+    ):
+        inspect.compare(lambda x: jnp.argmax(gram(x)), x)
+    with pytest.raises(
+        TypeError,
         match="compare: variables: expected None for a model that is not Linen's",
     ):
-        inspect.compare(gram, x, {}, loss=jnp.sum)
+        inspect.compare(gram, x, {})
     with pytest.raises(TypeError, match="'int' object is not callable"):
-        inspect.compare(3, x, loss=jnp.sum)
+        inspect.compare(3, x)
