@@ -12,7 +12,7 @@ from flax import linen as nn, nnx
 from .._jax._trees import split_arrays
 from ..linen import _freeze as linen_freeze
 from ..nnx import _freeze as nnx_freeze
-from ..recipes import _state_tree
+from ..recipes import OVERWRITE_WITH_GRADIENT, _state_tree
 from ..train import max_grad, update_state
 
 # Variables, and fields of DotGeneralState, of the quantizers that only a backward pass
@@ -49,9 +49,9 @@ def calibrate(
     Args:
         model: a Linen module, an NNX module, or a function of variables and a batch.
         *variables_and_batches: `variables, batches`; for an NNX module `batches` alone.
-            `variables` holds `params`, the state and other collections. `batches` is an
-            iterable; each batch is a tuple of arguments, or one argument; arguments are
-            pytrees of arrays.
+            `variables` holds `params`, the state (which a Linen model makes where it is
+            missing) and other collections. `batches` is an iterable; each batch is a
+            tuple of arguments, or one argument; arguments are pytrees of arrays.
         loss_fn: `loss_fn(variables, *batch) -> f32[]`, for NNX
             `loss_fn(model, *batch)`, which runs in place of the model. With a loss the
             quantizers of gradients are filled too.
@@ -84,7 +84,7 @@ def calibrate(
     batches = _checked_batches(variables_and_batches[-1])
     # 2. Reduce every kind of model to a function of variables and a batch.
     variables = variables_and_batches[0]
-    apply = getattr(model, "apply", model)
+    apply = model.apply if isinstance(model, nn.Module) else model
     if is_nnx:
         graph, variables = nnx.split(model)
         apply = operator.call
@@ -96,6 +96,18 @@ def calibrate(
             return loss_fn(variables, *batch)
         return _total(apply(variables, *batch, **kwargs))
 
+    # 3. Let a Linen model make the state that it lacks, from the shapes of the first
+    #    batch.
+    if isinstance(model, nn.Module) and OVERWRITE_WITH_GRADIENT not in variables:
+        first = next(batches)
+
+        @jax.jit
+        def first_state(variables, *batch):
+            options = kwargs | {"mutable": [OVERWRITE_WITH_GRADIENT]}
+            return apply(variables, *batch, **options)[1]
+
+        variables = {**variables, **first_state(variables, *first)}
+        batches = itertools.chain([first], batches)
     filled = _filled(function, variables, batches, loss_fn is not None)
     if not is_nnx:
         return filled
@@ -132,8 +144,7 @@ def _filled(function, variables, batches, is_loss: bool):
         positions = [i for i in positions if not _is_of_backward(where.paths[i])]
     if not positions:
         raise ValueError(
-            "calibrate: variables: expected state of quantizers, found none: put that "
-            "of init beside restored parameters by jaxfp8.convert.merge_state; recipes "
+            "calibrate: variables: expected state of quantizers, found none: recipes "
             "other than delayed scaling keep no state and need no calibration; frozen "
             "models have fixed scales"
         )

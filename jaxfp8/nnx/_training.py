@@ -4,6 +4,7 @@ store or drop the next state.
 
 import contextlib
 import functools
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -102,7 +103,6 @@ def _watch(tree, gradients) -> None:
     state = [(v, v.get_raw_value()) for v in _variables(tree, OverwriteWithGradient)]
     # Keep the id of an old parameter only: the array must be free to die.
     params = [(v, id(v.get_raw_value())) for v in _variables(tree, nnx.Param)]
-    line = _warnings.user_line()
 
     def check_stored():
         is_used = any(id(v.get_raw_value()) != before for v, before in params)
@@ -121,6 +121,7 @@ def _watch(tree, gradients) -> None:
     # it has run.
     for gradient in jax.tree.leaves(gradients, is_leaf=_is_state):
         if _is_state(gradient) and nnx.state(gradient, OverwriteWithGradient):
+            line = _warnings.user_line()
             watch = weakref.finalize(gradient, check_stored)
             watch.atexit = False
             return
@@ -296,6 +297,7 @@ class Optimizer(nnx.Optimizer):
                 clipped or unscaled; see `jaxfp8.update_state`.
         """
         # 1. Let `tx` see parameters alone.
+        kwargs = {name: self._of_parameters(x) for name, x in kwargs.items()}
         (old, params), (new, gradients) = (
             nnx.state(tree, OverwriteWithGradient, self.wrt, graph=self.graph)
             for tree in (model, grads)
@@ -314,6 +316,21 @@ class Optimizer(nnx.Optimizer):
         nnx.update(self.opt_state, nnx.state(_steps.inner(kept), graph=self.graph))
         self.step[...] += 1
         return updates
+
+    def _of_parameters(self, argument):
+        """Return an argument for `tx` as Flax's optimizer gets it: a tree, or a
+        function of parameters.
+        """
+        if not callable(argument):
+            return nnx.state(argument, self.wrt) if _is_state(argument) else argument
+
+        def function(*args, **kwargs):
+            # `tx` differentiates by parameters alone on purpose, so the warning about
+            # that would mislead.
+            with warnings.catch_warnings(action="ignore", category=FP8StateWarning):
+                return argument(*args, **kwargs)
+
+        return function
 
     def _with_mini_steps(self, opt_state, state):
         """Return `opt_state` with the state of the mini-steps so far; zeros where

@@ -115,6 +115,17 @@ def test_a_layer_called_twice():
     assert_state(state, wanted, FORWARD, "shared")
 
 
+def test_state_that_is_not_there():
+    """A bf16 checkpoint: the model makes the state, then fills it."""
+    model = dense()
+    variables = variables_of(model, BATCHES[0])
+    expected = jaxfp8.calibrate(model, variables, BATCHES)[OWG]
+    for options in ({}, {"mutable": ["batch_stats"]}):
+        params = {"params": variables["params"]}
+        got = jaxfp8.calibrate(model, params, BATCHES, **options)
+        assert_same_bits(got[OWG], expected, str(options))
+
+
 def test_a_named_tuple_is_one_argument():
     model = dense()
     batch = collections.namedtuple("Batch", "x grad")(BATCHES[0], GRADS[0])

@@ -149,7 +149,7 @@ def test_an_optimizer_made_anew_is_not_traced_anew():
 
 
 def test_lbfgs_is_that_of_parameters():
-    """As for Flax's own optimizer, `grad` is that of the parameters."""
+    """Written as for Flax's own optimizer with `wrt=nnx.Param`."""
     layer = linear(0)
     x = jnp.ones((4, K))
     loss = lambda layer: jnp.sum((layer(x) - 1) ** 2)  # noqa: E731
@@ -162,8 +162,7 @@ def test_lbfgs_is_that_of_parameters():
     losses = []
     for _ in range(4):
         value, gradients = jaxfp8.nnx.value_and_grad(loss)(layer)
-        grad = nnx.state(gradients, nnx.Param)
-        lbfgs.update(layer, gradients, grad=grad, value=value, value_fn=value_fn)
+        lbfgs.update(layer, gradients, grad=gradients, value=value, value_fn=value_fn)
         losses.append(float(value))
     assert losses[-1] < losses[0]
 
