@@ -277,20 +277,15 @@ def dequantize_state(opt_state: Any) -> Any:
         moments are float32.
     """
 
-    def is_quantized(node):
-        return isinstance(node, QuantizedState)
-
-    def decode_moment(x):
-        return decode(x) if is_moment(x) else x
-
-    # A QuantizedState holds no other QuantizedState: `quantized` refuses moments in
-    # FP8.
     def dequantize(node):
-        if not is_quantized(node):
-            return node
-        return jax.tree.map(decode_moment, node.inner, is_leaf=is_moment)
+        if isinstance(node, QuantizedState):
+            return dequantize_state(node.inner)
+        return decode(node) if is_moment(node) else node
 
-    return jax.tree.map(dequantize, opt_state, is_leaf=is_quantized)
+    def is_leaf(node):
+        return isinstance(node, QuantizedState | Moment)
+
+    return jax.tree.map(dequantize, opt_state, is_leaf=is_leaf)
 
 
 def map_moments(function, tree, table):
@@ -313,24 +308,20 @@ def map_moments(function, tree, table):
     return jax.tree.map(map_fields, tree, is_leaf=is_leaf)
 
 
-def check(function, state, table, min_size, inner=None):
+def check(function, state, table, min_size, inner=object):
     """Raise a ValueError in the name of `function` unless `state` is a QuantizedState
-    with this table and `min_size`.
+    with this table and `min_size`, and holds a state of the class `inner`.
 
     A state that was restored from the checkpoint of another transformation fails here.
-    The state in it is of the class `inner`; None is any class.
     """
-    kinds = [type(state)]
+    place, node, right = "state", state, QuantizedState
     if isinstance(state, QuantizedState):
-        kinds.append(type(state.inner))
-    expected = [QuantizedState, inner or kinds[-1]]
-    if kinds != expected:
-        got = " of a ".join(kind.__name__ for kind in kinds)
-        right = " of a ".join(kind.__name__ for kind in (QuantizedState, inner) if kind)
+        place, node, right = "state.inner", state.inner, inner
+    if not isinstance(node, right):
         raise ValueError(
-            f"jaxfp8.{function}: state: expected a {right}, got {got}; restore a "
-            "checkpoint into what init returns, and convert a float32 state by "
-            "jaxfp8.optim.quantize_state"
+            f"jaxfp8.{function}: {place}: expected a {right.__name__}, got "
+            f"{type(node).__name__}; restore a checkpoint into what init returns, and "
+            "convert a float32 state by jaxfp8.optim.quantize_state"
         )
 
     def check_leaf(kind, leaf):
