@@ -363,19 +363,13 @@ def _keep_whole(variable, axis):
 
     def whole(sharding):
         if isinstance(sharding, NamedSharding):
-            return NamedSharding(sharding.mesh, whole(sharding.spec))
-        names = [None if i == axis else name for i, name in enumerate(sharding)]
-        if isinstance(sharding, PartitionSpec):
-            return PartitionSpec(*names)
-        return tuple(names)
+            spec = PartitionSpec(*whole(sharding.spec))
+            return NamedSharding(sharding.mesh, spec)
+        return tuple(None if i == axis else name for i, name in enumerate(sharding))
 
-    metadata = variable.get_metadata()
-    annotations = {
-        name: metadata.get(name) for name in ("out_sharding", "optimizer_sharding")
-    }
-    variable.set_metadata(
-        metadata | {name: whole(value) for name, value in annotations.items() if value}
-    )
+    for annotation in ("out_sharding", "optimizer_sharding"):
+        if sharding := variable.get_metadata(annotation, None):
+            variable.set_metadata(annotation, whole(sharding))
 
 
 def is_large(x, min_size):
