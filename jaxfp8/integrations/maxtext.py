@@ -59,7 +59,6 @@ _CALIBRATIONS = {
     "output_grad": "bwd_quantization_calibration_method",
 }
 _TRIED = "0.2.5"
-_VALIDATOR = "set_derived_and_validate_values"
 _TRAIN = "maxtext.trainers.pre_train.train"
 # What `install` needs of MaxText's modules; it changes the first name of each.
 _HOOKS = {
@@ -73,7 +72,7 @@ _HOOKS = {
     ),
     "maxtext.configs.pyconfig": (
         "_initialize_pydantic",
-        f"types.MaxTextConfig.{_VALIDATOR}",
+        "types.MaxTextConfig.set_derived_and_validate_values",
     ),
     "maxtext.utils.train_utils": ("validate_train_config",),
     _TRAIN: ("loss_fn",),
@@ -383,32 +382,30 @@ def _parse(module, original):
 
 @functools.cache
 def _config_class(base):
-    from pydantic import create_model, model_validator
-
-    validate = getattr(base, _VALIDATOR)
-
-    def with_accumulation(self):
-        quantization = self.quantization
-        if quantization in _RECIPES:
-            # experts call `megablox.gmm` under this flag only
-            self.megablox = True
-        if quantization not in _RECIPES or self.gradient_accumulation_steps == 1:
-            return validate(self)
-        self.quantization = "te_no_quant"  # quantized for all other checks
-        try:
-            return validate(self)
-        finally:
-            self.quantization = quantization
+    from pydantic import model_validator
 
     field = base.model_fields["quantization"]
-    return create_model(
-        base.__name__,
-        __base__=base,
-        __module__=base.__module__,
-        # This validator replaces the validator of the same name in the base class.
-        __validators__={_VALIDATOR: model_validator(mode="after")(with_accumulation)},
-        quantization=(field.annotation | Literal[_BLOCK], field),
-    )
+    validate = base.set_derived_and_validate_values
+
+    class MaxTextConfig(base):
+        quantization: field.annotation | Literal[_BLOCK] = field
+
+        # in place of the validator of this name in the base class
+        @model_validator(mode="after")
+        def set_derived_and_validate_values(self):
+            quantization = self.quantization
+            if quantization not in _RECIPES:
+                return validate(self)
+            # experts call `megablox.gmm` under this flag only
+            self.megablox = True
+            if self.gradient_accumulation_steps > 1:
+                self.quantization = "te_no_quant"  # quantized for all other checks
+            try:
+                return validate(self)
+            finally:
+                self.quantization = quantization
+
+    return MaxTextConfig
 
 
 def _check(module, original):
