@@ -5,7 +5,6 @@ finds them; and what is refused.
 import functools
 import json
 import resource
-import sys
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -464,13 +463,3 @@ def test_scales_that_fit_no_layout(tensors, message, tmp_path):
         ValueError, match=f"^read_safetensors: {tmp_path}/file: x.weight: .*{message}"
     ):
         read_safetensors(tmp_path / "file")
-
-
-def test_without_safetensors(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(
-        ImportError, match=r"^to_safetensors: .* pip install 'jaxfp8\[safetensors\]'"
-    ):
-        to_safetensors(
-            calibrated("tensor")[2], tmp_path / "file", NAMES, layout="tensor"
-        )
