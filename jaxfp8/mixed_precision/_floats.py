@@ -166,8 +166,7 @@ def _nonfinite(gradients):
     device.
     """
     # One flag for each leaf, combined over the devices in one reduction.
-    bad = [~jnp.all(jnp.isfinite(leaf)) for _, leaf in gradients]
-    bad = jnp.stack(bad) if bad else jnp.zeros(0, bool)
+    bad = jnp.array([~jnp.all(jnp.isfinite(leaf)) for _, leaf in gradients], bool)
     # The axes of a `shard_map` over which flags differ: with check_vma=False any.
     axes = jax.sharding.get_abstract_mesh().manual_axes
     if axes and _mesh.varying(lax.axis_index(axes[0])):

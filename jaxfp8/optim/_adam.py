@@ -109,15 +109,6 @@ def adamw(
             _masked(mask, params)
         return quantize_state(small.init(params), min_size=min_size)
 
-    def numbers(count, rate, factor, decay):
-        """Return the numbers of a step as `ops.adam_update` takes them; `count` is that
-        of this step.
-        """
-        one, t = jnp.float32(1), count.astype(jnp.float32)
-        unbias = [one / (one - jnp.asarray(b, jnp.float32) ** t) for b in (b1, b2)]
-        options = b1, 1 - b1, b2, 1 - b2, *unbias, eps_root, eps, rate, decay, factor
-        return jnp.stack([jnp.asarray(x, jnp.float32) for x in options])
-
     def step(name, grads, state, params):
         """Return the updates, or of `apply` the next parameters, and the next state."""
         # 1. Bring the leaves of all trees together.
@@ -146,17 +137,24 @@ def adamw(
             keys = leaf_key(seed, state.update_count, places)
             return jax.vmap(functools.partial(block_keys, shape=leaf.grad.shape))(keys)
 
-        numbers_of = functools.partial(numbers, count, rate, factor)
+        def numbers(decay):
+            """Return the numbers of a step as `ops.adam_update` takes them."""
+            one, t = jnp.float32(1), count.astype(jnp.float32)
+            unbias = [one / (one - jnp.asarray(b, jnp.float32) ** t) for b in (b1, b2)]
+            averages = b1, 1 - b1, b2, 1 - b2, *unbias
+            options = *averages, eps_root, eps, rate, decay, factor
+            return jnp.stack([jnp.asarray(x, jnp.float32) for x in options])
+
         for group in _groups(leaves):
-            results |= _step_by_op(group, numbers_of, keys)
+            results |= _step_by_op(group, numbers, keys)
 
         # 4. Decay and scale what is an update yet.
         outs, mu, nu = [], [], []
         for leaf in leaves:
-            out, *moments = results[leaf.number]
+            out, m, v = results[leaf.number]
             outs.append(_decayed(leaf, out, rate, name == "apply"))
-            mu.append(moments[0])
-            nu.append(moments[1])
+            mu.append(m)
+            nu.append(v)
         inner = optax.ScaleByAdamState(
             count, treedef.unflatten(mu), treedef.unflatten(nu)
         )

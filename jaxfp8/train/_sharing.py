@@ -120,8 +120,7 @@ def value_and_grad(
 
     @functools.wraps(loss_fn)
     def value_and_gradients(*args, **kwargs):
-        numbers = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
-        positions = {number % len(args) for number in numbers}
+        positions = {number % len(args) for number in jax.tree.leaves(argnums)}
 
         @functools.wraps(loss_fn)
         def loss_with_shared_state(*args, **kwargs):
