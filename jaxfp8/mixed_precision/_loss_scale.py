@@ -72,7 +72,9 @@ class DynamicLossScale:
     backoff_factor: float = 0.5
     growth_interval: int = 2000
     value: Any = dataclasses.field(default=_UNSET, kw_only=True)
-    good_steps: Any = dataclasses.field(default=_UNSET, kw_only=True)
+    good_steps: Any = dataclasses.field(
+        default_factory=lambda: jnp.int32(0), kw_only=True
+    )
 
     def __post_init__(self, init_scale: float) -> None:
         # JAX unflattens pytrees through this method, with tracers or placeholders as
@@ -85,8 +87,6 @@ class DynamicLossScale:
                 lambda scale: _scaling.MIN_SCALE <= scale <= _scaling.MAX_SCALE,
             )
             object.__setattr__(self, "value", jnp.float32(init_scale))
-        if self.good_steps is _UNSET:
-            object.__setattr__(self, "good_steps", jnp.int32(0))
         _check(
             self.growth_factor,
             "growth_factor",
