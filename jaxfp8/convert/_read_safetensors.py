@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -151,10 +151,11 @@ def _tensors_of_file(where: str, path: str | os.PathLike) -> dict[str, StoredTen
 
 def _tensors_of(data: np.ndarray) -> dict[str, StoredTensor]:
     """Return the tensors in the bytes of a file, which they fill without gaps."""
-    begin = start = 8 + int.from_bytes(data[:8].tobytes(), "little")
-    header = json.loads(data[8:start].tobytes())
+    start = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    header, data = json.loads(data[8:start].tobytes()), data[start:]
     header.pop("__metadata__", None)
     tensors = {}
+    begin = 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         dtype, shape = entry["dtype"], entry["shape"]
         if dtype not in DTYPES:
@@ -162,10 +163,10 @@ def _tensors_of(data: np.ndarray) -> dict[str, StoredTensor]:
                 f"{name}: expected a dtype of {sorted(DTYPES)}, got {dtype}"
             )
         end = begin + math.prod(shape) * DTYPES[dtype].itemsize
-        offsets = [begin - start, end - start]
-        if entry["data_offsets"] != offsets:
+        if entry["data_offsets"] != [begin, end]:
             raise ValueError(
-                f"{name}: expected its data at {offsets}, got {entry['data_offsets']}"
+                f"{name}: expected its data at {[begin, end]}, got "
+                f"{entry['data_offsets']}"
             )
         values = data[begin:end].view(DTYPES[dtype]).reshape(shape)
         tensors[name] = StoredTensor(values, dtype)
@@ -209,12 +210,10 @@ def _with_scales(where, name, weight, tensors):
         if block is None:
             scale_inv = scale_inv.reshape(-1)
             if scale_inv.shape != (1,):
-                needed = "one scale"
-                if shapes:
-                    needed = f"scales {' or '.join(map(str, shapes))}, or one,"
                 raise ValueError(
-                    f"{where}: expected {needed} for codes {weight.data.shape}, got "
-                    f"{scale.data.shape} of {name_of_scale}"
+                    f"{where}: expected scales of a shape in {[*shapes, (1,)]} for "
+                    f"codes {weight.data.shape}, got {scale.data.shape} of "
+                    f"{name_of_scale}"
                 )
     scaled = dataclasses.replace(
         weight, scale_inv=scale_inv, block=block, input_scale_inv=input_scale_inv
@@ -247,16 +246,14 @@ class Names:
 
     Attributes:
         where: the function, for messages.
-        names: its argument `names`: a dict of expressions, a function of a path, or
-            None; see `to_safetensors`.
+        names: its argument `names`: a dict of expressions, or None; see
+            `to_safetensors`.
         unused: the expressions that have decided about no parameter so far.
     """
 
-    def __init__(
-        self, where: str, names: Mapping[str, Name] | Callable[[str], Name] | None
-    ):
+    def __init__(self, where: str, names: Mapping[str, Name] | None):
         self.where, self.names = where, names
-        self.unused = dict(names) if isinstance(names, Mapping) else {}
+        self.unused = dict(names or {})
 
     def __call__(
         self, path: Path, shape: tuple[int, ...]
@@ -264,35 +261,29 @@ class Names:
         """Yield the index of each stacked parameter in one of this shape, and the names
         of the parts of its rows; nothing where `names` leaves it out.
         """
-        if self.names is None:
-            last = "weight" if path[-1] in _WEIGHTS else path[-1]
-            yield (), [".".join((*path[:-1], last))]
-            return
-        name, expand = self._find(path)
-        parts = (name,) if isinstance(name, str) else tuple(name or ())
-        templates = [expand(part.replace("{}", _PLACE)) for part in parts]
+        templates = self._templates(path)
         counts = {template.count(_PLACE) for template in templates}
         if len(counts) > 1 or max(counts, default=0) > len(shape):
             raise ValueError(
                 f"{self.where}: names: {at(path)}: expected as many {{}} in each of "
-                f"{parts}, at most one for each dimension of {list(shape)}"
+                f"its names, at most one for each dimension of {list(shape)}"
             )
         for stacked in counts:
             for index in np.ndindex(shape[:stacked]):
                 yield index, [_filled(template, index) for template in templates]
 
-    def _find(self, path) -> tuple[Name, Callable[[str], str]]:
-        """Return the name of a parameter as it was given, and a function that expands
-        the groups of its expression.
-        """
-        if callable(self.names):
-            return self.names(at(path)), str
+    def _templates(self, path) -> list[str]:
+        """Return the names of the parts of a parameter, with places of indices."""
+        if self.names is None:
+            last = "weight" if path[-1] in _WEIGHTS else path[-1]
+            return [".".join((*path[:-1], last))]
         for pattern, name in self.names.items():
             if match := re.fullmatch(pattern, at(path)):
                 self.unused.pop(pattern, None)
+                parts = (name,) if isinstance(name, str) else name or ()
                 # Groups are names of the model: braces in them are no places of an
                 # index.
-                return name, match.expand
+                return [match.expand(part.replace("{}", _PLACE)) for part in parts]
         raise ValueError(
             f"{self.where}: names: {at(path)} matches no expression; map it to None "
             "to leave it out"

@@ -432,11 +432,11 @@ CODES = np.zeros((200, 160), oracle.E4M3)
 REFUSED = {
     "shape": (
         {"weight_scale_inv": np.ones((2, 1), np.float32)},
-        r"scales \(2, 2\), or one, for .*, got \(2, 1\)",
+        r"scales .*\[\(2, 2\), .*\(1,\)\] for .*, got \(2, 1\)",
     ),
     "E8M0": (
         {"weight_scale": np.ones((2, 2), np.uint8)},
-        r"scales \(200, 5\), or one, for .*, got \(2, 2\)",
+        r"scales .*\[\(200, 5\), \(1,\)\] for .*, got \(2, 2\)",
     ),
     "dtype": (
         {"weight_scale": np.ones(1)},
