@@ -120,7 +120,14 @@ def read_safetensors(
     where_of = {}
     for file in path:
         where = f"read_safetensors: {file}"
-        for name, tensor in _tensors_of_file(where, file).items():
+        try:
+            # safetensors makes no numpy arrays of FP8 dtypes
+            found = _tensors_of(np.asarray(np.memmap(file, np.uint8, "r")))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{where}: expected a safetensors file that is whole; {error}"
+            ) from error
+        for name, tensor in found.items():
             if name in tensors:
                 raise ValueError(
                     f"{where}: {name}: expected one tensor of this name, got another "
@@ -138,19 +145,10 @@ def read_safetensors(
     return {name: tensor for name, tensor in tensors.items() if name not in scales}
 
 
-def _tensors_of_file(where: str, path: str | os.PathLike) -> dict[str, StoredTensor]:
-    """Return the tensors of one file, scales among them."""
-    try:
-        # safetensors makes no numpy arrays of FP8 dtypes
-        return _tensors_of(np.asarray(np.memmap(path, np.uint8, "r")))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{where}: expected a safetensors file that is whole; {error}"
-        ) from error
-
-
 def _tensors_of(data: np.ndarray) -> dict[str, StoredTensor]:
-    """Return the tensors in the bytes of a file, which they fill without gaps."""
+    """Return the tensors in the bytes of a file, scales among them, which they fill
+    without gaps.
+    """
     start = 8 + int.from_bytes(data[:8].tobytes(), "little")
     header, data = json.loads(data[8:start].tobytes()), data[start:]
     header.pop("__metadata__", None)

@@ -3,6 +3,7 @@ not; whether all are finite.
 """
 
 import itertools
+import operator
 from typing import Any
 
 import jax
@@ -104,17 +105,14 @@ def select(finite: jax.typing.ArrayLike, new: Tree, old: Tree) -> Tree:
         TypeError: two leaves differ in shape or dtype.
     """
 
-    def is_same(new_leaf, old_leaf):
-        return isinstance(new_leaf, jax.Array) and new_leaf is old_leaf
-
     def choose(new_leaf, old_leaf):
         leaves = map(jnp.asarray, (new_leaf, old_leaf))
         return lax.select(jnp.asarray(finite), *leaves)
 
     # `nnx.state` gives references: after an in-place step both trees hold the new
     # arrays.
-    are_same = jax.tree.leaves(jax.tree.map(is_same, new, old))
-    if are_same and all(are_same):
+    leaves = jax.tree.leaves(new)
+    if leaves and all(map(operator.is_, leaves, jax.tree.leaves(old))):
         raise ValueError(
             "select: old: expected the arrays from before the step, got those of new; "
             "nnx.state is no copy, use jaxfp8.nnx.step_if or nnx.as_pure"

@@ -98,7 +98,7 @@ def adamw(
     small = optax.scale_by_adam(b1, b2, eps, eps_root)
 
     is_known = max_norm is not None and not isinstance(max_norm, jax.core.Tracer)
-    if is_known and not np.all(np.asarray(max_norm) > 0):
+    if is_known and not max_norm > 0:
         raise ValueError(
             f"optim.adamw: max_norm: expected a positive number, got {max_norm}"
         )

@@ -148,18 +148,8 @@ def named_errors(function: str):
         yield
     except Exception as error:
         # No type tells these errors from others: JAX raises many for a dtype that its
-        # arithmetic does not know. It differentiates with respect to floats alone.
+        # arithmetic does not know.
         is_about_cast = str(_compat.MAX_DTYPE) in str(error)
-        if is_about_cast and str(error).startswith(
-            ("grad requires", "value_and_grad requires")
-        ):
-            raise TypeError(
-                f"{function}: loss_fn: expected inner gradients by jaxfp8.grad, got "
-                "one by jax.grad with respect to variables whose FP8 state the "
-                "gradient around it has cast; in place of jax.grad(loss)(variables) "
-                "write jax.lax.stop_gradient(jaxfp8.grad(loss)(variables)), and in a "
-                "custom_vjp jaxfp8.grad(loss)(variables)"
-            ) from error
         if is_about_cast and isinstance(error, jax.errors.UnexpectedTracerError):
             raise TypeError(
                 f"{function}: loss_fn: expected FP8 state to enter a custom "
@@ -178,9 +168,11 @@ def named_errors(function: str):
                 f"{function}: loss_fn: expected a loss that passes FP8 state to "
                 f"products alone, got one that computes with it ({error}); take norms "
                 "and decay of the parameters, as in `optax.global_norm(variables["
-                "'params'])`, inner gradients by jaxfp8.grad, rows of stacked state "
-                "by jnp.unstack, and jaxfp8.Fp8DotGeneral in layers with Flax's own "
-                "FP8"
+                "'params'])`, rows of stacked state by jnp.unstack, "
+                "jaxfp8.Fp8DotGeneral in layers with Flax's own FP8, and in place of "
+                "jax.grad(loss)(variables) "
+                "jax.lax.stop_gradient(jaxfp8.grad(loss)(variables)), in a custom_vjp "
+                "jaxfp8.grad(loss)(variables)"
             ) from error
         if isinstance(error, AssertionError) and _is_of_equinox(error):
             raise TypeError(
