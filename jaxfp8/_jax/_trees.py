@@ -1,5 +1,5 @@
-"""Pytrees: the type of a tree, and its arrays apart from leaves that tracing cannot
-take, as flags and functions.
+"""Pytrees: the type of a tree, its arrays apart from leaves that tracing cannot take,
+as flags and functions, and which of its leaves are in nodes of a class.
 """
 
 from typing import TypeVar
@@ -27,6 +27,16 @@ def split_arrays(tree, is_split=is_array):
         )
 
     return list(filter(is_split, leaves)), joined
+
+
+def leaves_in(tree, kind: type) -> list[bool]:
+    """Tell of each leaf of a tree whether it is in a node of a class."""
+
+    def is_kind(node):
+        return isinstance(node, kind)
+
+    in_nodes = jax.tree.map(is_kind, tree, is_leaf=is_kind)
+    return jax.tree.leaves(jax.tree.broadcast(in_nodes, tree))
 
 
 # A pytree or a model: the result has the type of the argument.

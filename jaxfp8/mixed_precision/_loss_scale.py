@@ -207,15 +207,12 @@ def _times(factor, tree):
     """Multiply the floats of a tree, but FP8 state, in f32 or wider."""
 
     def times(leaf):
-        if not is_inexact(leaf):
-            return leaf
-        leaf = jnp.asarray(leaf)
         # In float16 the product would overflow, and the quotient would flush to zero
         # again.
         dtype = promoted(leaf.dtype, jnp.float32)
         return leaf.astype(dtype) * jnp.asarray(factor).astype(dtype)
 
-    return map_outside_state(times, tree)
+    return map_outside_state(times, tree, is_inexact)
 
 
 def _check(value, name, expected, is_right):

@@ -204,12 +204,9 @@ def _kind_of(operation):
 
 def _cast(tree, dtype, narrows=True):
     def cast(leaf):
-        if not is_float(leaf):
-            return leaf
-        leaf = jnp.asarray(leaf)
         return leaf.astype(dtype if narrows else promoted(leaf.dtype, dtype))
 
-    return map_outside_state(cast, tree)
+    return map_outside_state(cast, tree, is_float)
 
 
 def _float_dtype(where, dtype) -> np.dtype:

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 
 from .._jax import _compat
 from .._jax._batching import repeat_state
-from .._jax._trees import Tree
+from .._jax._trees import Tree, leaves_in
 from ..recipes import _reading, _state_tree, shared, without_max
-from ._stacked_state import leaves_in_stacks, unstack_state
+from ._stacked_state import StackedState, unstack_state
 
 
 def max_grad(tree: Tree) -> Tree:
@@ -66,7 +66,7 @@ def max_grad(tree: Tree) -> Tree:
     # 2. Read the state of stacked layers: a loop over them needs the readings alone,
     #    and these get its gradients.
     #    The rows of a StackedState are products that are not in a loop.
-    in_stacks = leaves_in_stacks(tree)
+    in_stacks = leaves_in(tree, StackedState)
     in_loops = {}
     for quantizers in _reading.stacked_products(flat):
         positions = [q.positions for q in quantizers]
