@@ -5,6 +5,7 @@ Random bits are made by counting: a function of the seed, the step, the leaf and
 element, on every mesh.
 """
 
+import functools
 import itertools
 import operator
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._jax import _warnings
+from .._jax._trees import leaves_in
 from ..numerics import E4M3, _moment_codec
 from ..recipes import _state_tree
 from ._moments import (
@@ -215,7 +217,7 @@ def quantize_state(
             moment is in FP8 already.
     """
     table = MOMENTS | dict(moments or {})
-    if any(map(is_moment, jax.tree.leaves(opt_state, is_leaf=is_moment))):
+    if any(leaves_in(opt_state, Moment)):
         raise ValueError(
             "jaxfp8.optim: tx: expected moments in float32, got some in FP8 already; "
             "apply quantized once"
@@ -293,19 +295,17 @@ def map_moments(function, tree, table):
     Moment is one leaf.
     """
 
-    def map_field(kind, value):
-        leaves, structure = jax.tree.flatten(value, is_leaf=_is_leaf)
-        return structure.unflatten([function(kind, leaf) for leaf in leaves])
+    def has_moments(node):
+        return type(node) in table
 
     def map_fields(node):
         for name, kind in table.get(type(node), {}).items():
-            node = node._replace(**{name: map_field(kind, getattr(node, name))})
+            of_kind = functools.partial(function, kind)
+            field = jax.tree.map(of_kind, getattr(node, name), is_leaf=_is_leaf)
+            node = node._replace(**{name: field})
         return node
 
-    def is_leaf(node):
-        return type(node) in table or is_moment(node)
-
-    return jax.tree.map(map_fields, tree, is_leaf=is_leaf)
+    return jax.tree.map(map_fields, tree, is_leaf=has_moments)
 
 
 def check(function, state, table, min_size, inner=object):
