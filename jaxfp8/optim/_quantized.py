@@ -45,11 +45,6 @@ MOMENTS: Table = {
     optax.ScaleByLionState: {"mu": SignedMoment},
     optax.ScaleByNovogradState: {"mu": SignedMoment},
     optax.ScaleByRmsState: {"nu": SquaredMoment},
-    # The class of this state has no public name. `eval_shape` computes nothing: an
-    # import must start no backend of JAX.
-    type(jax.eval_shape(optax.scale_by_rms(bias_correction=True).init, ())): {
-        "nu": SquaredMoment
-    },
     optax.ScaleByRssState: {"sum_of_squares": SquaredMoment},
     optax.TraceState: {"trace": SignedMoment},
 }
