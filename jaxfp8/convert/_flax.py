@@ -100,18 +100,17 @@ def _convert(where, variables, classes, swapped):
             f"{where}: variables: expected a collection {OVERWRITE_WITH_GRADIENT!r} "
             f"with FP8 state, or such a collection itself, got {sorted(variables)}"
         )
-    for product in products:
-        if missing := {(*product, name) for name in _NAMES} - leaves.keys():
-            raise ValueError(
-                f"{where}: {at(min(missing))}: missing beside the other state; drop "
-                "the module from the tree to start it with empty state"
-            )
     # Rename the state. Leaves that are no state stay where they are.
     converted = {}
     unused = set(swapped)
     for path, leaf in leaves.items():
         *product, name = path
         if name in _NAMES:
+            if missing := {(*product, each) for each in _NAMES} - leaves.keys():
+                raise ValueError(
+                    f"{where}: {at(min(missing))}: missing beside the other state; "
+                    "drop the module from the tree to start it with empty state"
+                )
             leaf = as_dtype(f"{where}: {at(path)}", leaf, jnp.float32)
             matching = {each for each in swapped if re.fullmatch(each, at(product))}
             unused -= matching

@@ -135,8 +135,7 @@ def _scales(where, scales: list, old: np.ndarray) -> np.ndarray:
         joined = np.concatenate(scales)
         if joined.ndim == 1 and len(np.unique(joined)) == 1:
             joined = joined[:1]  # parts that have one scale for all
-        with np.errstate(over="ignore"):
-            rounded = joined.astype(old.dtype)
+        rounded = joined.astype(old.dtype)
         exact = rounded.astype(np.float32)
         if joined.shape == old.shape and np.array_equal(exact, joined):
             return rounded
