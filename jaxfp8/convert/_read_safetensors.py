@@ -135,14 +135,11 @@ def read_safetensors(
                 )
             tensors[name] = tensor
             where_of[name] = where
-    scales = set()
     for name, tensor in list(tensors.items()):
         if tensor.dtype in ("F8_E4M3", "F8_E5M2"):
-            tensors[name], names = _with_scales(
-                f"{where_of[name]}: {name}", name, tensor, tensors
-            )
-            scales.update(names)
-    return {name: tensor for name, tensor in tensors.items() if name not in scales}
+            where = f"{where_of[name]}: {name}"
+            tensors[name] = _with_scales(where, name, tensor, tensors)
+    return tensors
 
 
 def _tensors_of(data: np.ndarray) -> dict[str, StoredTensor]:
@@ -175,7 +172,7 @@ def _tensors_of(data: np.ndarray) -> dict[str, StoredTensor]:
 
 
 def _with_scales(where, name, weight, tensors):
-    """Return a weight with its scales, and the names that they have in the file."""
+    """Return a weight with its scales, which are taken out of the tensors."""
     prefix = name.removesuffix("weight")
     squares = f"{name}_scale_inv"
     name_of_scale = _only(where, tensors, squares, f"{name}_scale")
@@ -184,7 +181,7 @@ def _with_scales(where, name, weight, tensors):
     )
     scale_inv = block = input_scale_inv = None
     if name_of_input:
-        fixed = tensors[name_of_input]
+        fixed = tensors.pop(name_of_input)
         input_scale_inv = _scales(f"{where}: {name_of_input}", fixed).reshape(-1)
         if input_scale_inv.shape != (1,):
             raise ValueError(
@@ -192,7 +189,7 @@ def _with_scales(where, name, weight, tensors):
                 f"{list(fixed.data.shape)} of {name_of_input}"
             )
     if name_of_scale:
-        scale = tensors[name_of_scale]
+        scale = tensors.pop(name_of_scale)
         scale_inv = _scales(f"{where}: {name_of_scale}", scale)
         blocks = []
         if name_of_scale == squares:
@@ -213,10 +210,9 @@ def _with_scales(where, name, weight, tensors):
                     f"codes {weight.data.shape}, got {scale.data.shape} of "
                     f"{name_of_scale}"
                 )
-    scaled = dataclasses.replace(
+    return dataclasses.replace(
         weight, scale_inv=scale_inv, block=block, input_scale_inv=input_scale_inv
     )
-    return scaled, (name_of_scale, name_of_input)
 
 
 def _only(where, tensors, *names) -> str | None:

@@ -2,7 +2,6 @@
 parameters.
 """
 
-import functools
 import operator
 from typing import Any, NamedTuple
 
@@ -21,7 +20,6 @@ from ._quantized import (
     block_keys,
     check,
     is_moment,
-    leaf_key,
     quantize_state,
     refuse_state,
 )
@@ -134,8 +132,11 @@ def adamw(
         def keys(leaf):
             # The leaves of the state are numbered: the count, all of mu, all of nu.
             places = np.uint32([1 + leaf.number, 1 + leaf.number + len(leaves)])
-            keys = leaf_key(seed, state.update_count, places)
-            return jax.vmap(functools.partial(block_keys, shape=leaf.grad.shape))(keys)
+
+            def of_moment(place):
+                return block_keys(seed, state.update_count, place, leaf.grad.shape)
+
+            return jax.vmap(of_moment)(places)
 
         def numbers(decay):
             """Return the numbers of a step as `ops.adam_update` takes them."""

@@ -45,6 +45,11 @@ MOMENTS: Table = {
     optax.ScaleByLionState: {"mu": SignedMoment},
     optax.ScaleByNovogradState: {"mu": SignedMoment},
     optax.ScaleByRmsState: {"nu": SquaredMoment},
+    # The class of this state has no public name. `eval_shape` computes nothing: an
+    # import must start no backend of JAX.
+    type(jax.eval_shape(optax.scale_by_rms(bias_correction=True).init, ())): {
+        "nu": SquaredMoment
+    },
     optax.ScaleByRssState: {"sum_of_squares": SquaredMoment},
     optax.TraceState: {"trace": SignedMoment},
 }
@@ -134,14 +139,11 @@ def quantized(
         numbers = itertools.count()
 
         def requantize(old, new):
-            number = next(numbers)
+            number = np.uint32(next(numbers))
             if not is_moment(old):
                 return new
-            return encode_changes(
-                old,
-                new,
-                block_keys(leaf_key(seed, state.update_count, number), new.shape),
-            )
+            keys = block_keys(seed, state.update_count, number, new.shape)
+            return encode_changes(old, new, keys)
 
         inner = jax.tree.map(requantize, state.inner, after, is_leaf=is_moment)
         return updates, QuantizedState(optax.safe_increment(state.update_count), inner)
@@ -161,35 +163,27 @@ def refuse_state(where, params):
         )
 
 
-def leaf_key(seed, step, leaf):
-    """Return the key u32, in the shape of `leaf`, from which the random bits of a
-    moment in one update are made.
+def block_keys(seed, step, leaf, shape):
+    """Return a key for each block of a moment, u32 in the shape of its amaxes, from
+    which the random bits of the block in one update are made.
 
-        key = mix(mix(mix(seed) ^ step) ^ leaf)
+        keys = mix(mix(mix(mix(seed) ^ step) ^ leaf) ^ block)
+
+    Blocks are numbered in the row-major order of their amaxes, modulo 2**32.
 
     Args:
         seed: the seed of the transformation.
         step: i32 [], the number of updates before this one.
-        leaf: the number of the moment, or of several, among the leaves of the
-            optimizer's state.
+        leaf: u32 [], the number of the moment among the leaves of the optimizer's
+            state.
+        shape: the shape of the moment.
     """
-    mix = _moment_codec.mix
-    return mix(mix(mix(jnp.uint32(seed)) ^ step.astype(jnp.uint32)) ^ np.uint32(leaf))
-
-
-def block_keys(key, shape):
-    """Return a key for each block of a moment of `shape`, u32 in the shape of its
-    amaxes.
-
-        keys = mix(key ^ block)
-
-    Blocks are numbered in the row-major order of their amaxes, modulo 2**32.
-    """
-    sizes = amax_shape(shape)
+    mix, sizes = _moment_codec.mix, amax_shape(shape)
+    key = mix(mix(mix(jnp.uint32(seed)) ^ step.astype(jnp.uint32)) ^ leaf)
     block = jnp.zeros(sizes, jnp.uint32)
     for i, size in enumerate(sizes):
         block = block * np.uint32(size) + lax.broadcasted_iota(jnp.uint32, sizes, i)
-    return _moment_codec.mix(key ^ block)
+    return mix(key ^ block)
 
 
 def quantize_state(

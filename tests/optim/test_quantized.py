@@ -41,7 +41,7 @@ WHOLE = {
     "momentum": lambda: optax.sgd(1e-2, momentum=0.9),
     "lion": lambda: optax.lion(1e-3),
     "amsgrad": lambda: optax.amsgrad(1e-2),
-    "rmsprop": lambda: optax.rmsprop(1e-3),
+    "rmsprop": lambda: optax.rmsprop(1e-3, bias_correction=True),
     "adagrad": lambda: optax.adagrad(1e-2),
 }
 # Of others a part: name -> the transformation by what makes moments FP8.
