@@ -1,5 +1,6 @@
 """Pytrees and models: the type of a tree, its arrays apart from leaves that tracing
-cannot take, as flags and functions, and copies of a model in another class.
+cannot take, as flags and functions, which of its leaves are in nodes of a class, and
+copies of a model in another class.
 """
 
 from typing import TypeVar
@@ -27,6 +28,16 @@ def split_arrays(tree, is_split=is_array):
         )
 
     return list(filter(is_split, leaves)), joined
+
+
+def leaves_in(tree, kind: type) -> list[bool]:
+    """Tell of each leaf of a tree whether it is in a node of a class."""
+
+    def is_kind(node):
+        return isinstance(node, kind)
+
+    in_nodes = jax.tree.map(is_kind, tree, is_leaf=is_kind)
+    return jax.tree.leaves(jax.tree.broadcast(in_nodes, tree))
 
 
 def with_class(cls, instance):

@@ -18,7 +18,7 @@ _KERNEL = ("kernel_amax_history", "kernel_scale")
 _INPUT = ("input_amax_history", "input_scale")
 _OUTPUT_GRAD = ("output_grad_amax_history", "output_grad_scale")
 _NAMES = _INPUT + _KERNEL + _OUTPUT_GRAD
-_EXCHANGED = _KERNEL + _INPUT + _OUTPUT_GRAD
+_EXCHANGED = dict(zip(_NAMES, _KERNEL + _INPUT + _OUTPUT_GRAD, strict=True))
 
 
 def from_flax(
@@ -100,24 +100,29 @@ def _convert(where, variables, classes, swapped):
             f"{where}: variables: expected a collection {OVERWRITE_WITH_GRADIENT!r} "
             f"with FP8 state, or such a collection itself, got {sorted(variables)}"
         )
-    # 1. Move the state; in modules whose einsum exchanges its operands x and kernel are
-    #    exchanged.
-    moved = {}
+    # Rename the state. Leaves that are no state stay where they are.
+    converted = {}
     unused = set(swapped)
-    for product in products:
-        matching = {each for each in swapped if re.fullmatch(each, at(product))}
-        unused -= matching
-        renamed = _renamed(where, product, classes)
-        names = _EXCHANGED if matching else _NAMES
-        for name, new in zip(_NAMES, names, strict=True):
-            path = (*product, name)
-            if path not in leaves:
+    for path, leaf in leaves.items():
+        *product, name = path
+        if name in _NAMES:
+            if missing := {(*product, each) for each in _NAMES} - leaves.keys():
                 raise ValueError(
-                    f"{where}: {at(path)}: missing beside the other state; drop the "
-                    "module from the tree to start it with empty state"
+                    f"{where}: {at(min(missing))}: missing beside the other state; "
+                    "drop the module from the tree to start it with empty state"
                 )
-            leaf = as_dtype(f"{where}: {at(path)}", leaves[path], jnp.float32)
-            moved[path] = (*renamed, new), leaf
+            leaf = as_dtype(f"{where}: {at(path)}", leaf, jnp.float32)
+            matching = {each for each in swapped if re.fullmatch(each, at(product))}
+            unused -= matching
+            if matching:
+                name = _EXCHANGED[name]
+            path = (*_renamed(where, product, classes), name)
+        if path in converted:
+            raise ValueError(
+                f"{where}: {at(path)}: two quantizers would get this name; rename one "
+                "module first"
+            )
+        converted[path] = leaf
     # A pattern that matches nothing is a typo: x and the kernel of that einsum would
     # have each other's state.
     if unused:
@@ -125,16 +130,6 @@ def _convert(where, variables, classes, swapped):
             f"{where}: swapped: {sorted(unused)} match no module with FP8 state; there "
             f"are {sorted(map(at, products))}"
         )
-    # 2. Leaves that are no state stay where they are.
-    converted = {}
-    for path, leaf in leaves.items():
-        path, leaf = moved.get(path, (path, leaf))
-        if path in converted:
-            raise ValueError(
-                f"{where}: {at(path)}: two quantizers would get this name; rename one "
-                "module first"
-            )
-        converted[path] = leaf
     collection = traverse_util.unflatten_dict(converted)
     if state is variables:
         return collection

@@ -4,7 +4,7 @@ freeze them.
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from ._tree import Path, at
 def from_safetensors(
     variables: Any,
     path: str | os.PathLike | Sequence[str | os.PathLike],
-    names: Mapping[str, Name] | Callable[[str], Name] | None = None,
+    names: Mapping[str, Name] | None = None,
 ) -> Any:
     """Fill the parameters of a model with weights of safetensors files; the inverse of
     `to_safetensors`.
@@ -44,10 +44,8 @@ def from_safetensors(
             result is put there.
         path: a file that `read_safetensors` reads, or several files.
         names: as for `to_safetensors`: a dict of expressions and names in the file, or
-            None; or a function that takes a path of the model, joined by `/`, and
-            returns what that dict holds for it. A parameter with the name None stays as
-            it is, so it has to be an array. Tensors of the file that have no parameter
-            are left out.
+            None. A parameter with the name None stays as it is, so it has to be an
+            array. Tensors of the file that have no parameter are left out.
 
     Returns:
         New variables of arrays; for an NNX model the same object, changed in place. FP8
@@ -137,8 +135,7 @@ def _scales(where, scales: list, old: np.ndarray) -> np.ndarray:
         joined = np.concatenate(scales)
         if joined.ndim == 1 and len(np.unique(joined)) == 1:
             joined = joined[:1]  # parts that have one scale for all
-        with np.errstate(over="ignore"):
-            rounded = joined.astype(old.dtype)
+        rounded = joined.astype(old.dtype)
         exact = rounded.astype(np.float32)
         if joined.shape == old.shape and np.array_equal(exact, joined):
             return rounded

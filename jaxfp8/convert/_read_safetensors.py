@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -120,7 +120,14 @@ def read_safetensors(
     where_of = {}
     for file in path:
         where = f"read_safetensors: {file}"
-        for name, tensor in _tensors_of_file(where, file).items():
+        try:
+            # safetensors makes no numpy arrays of FP8 dtypes
+            found = _tensors_of(np.asarray(np.memmap(file, np.uint8, "r")))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{where}: expected a safetensors file that is whole; {error}"
+            ) from error
+        for name, tensor in found.items():
             if name in tensors:
                 raise ValueError(
                     f"{where}: {name}: expected one tensor of this name, got another "
@@ -128,33 +135,22 @@ def read_safetensors(
                 )
             tensors[name] = tensor
             where_of[name] = where
-    scales = set()
     for name, tensor in list(tensors.items()):
         if tensor.dtype in ("F8_E4M3", "F8_E5M2"):
-            tensors[name], names = _with_scales(
-                f"{where_of[name]}: {name}", name, tensor, tensors
-            )
-            scales.update(names)
-    return {name: tensor for name, tensor in tensors.items() if name not in scales}
-
-
-def _tensors_of_file(where: str, path: str | os.PathLike) -> dict[str, StoredTensor]:
-    """Return the tensors of one file, scales among them."""
-    try:
-        # safetensors makes no numpy arrays of FP8 dtypes
-        return _tensors_of(np.asarray(np.memmap(path, np.uint8, "r")))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{where}: expected a safetensors file that is whole; {error}"
-        ) from error
+            where = f"{where_of[name]}: {name}"
+            tensors[name] = _with_scales(where, name, tensor, tensors)
+    return tensors
 
 
 def _tensors_of(data: np.ndarray) -> dict[str, StoredTensor]:
-    """Return the tensors in the bytes of a file, which they fill without gaps."""
-    begin = start = 8 + int.from_bytes(data[:8].tobytes(), "little")
-    header = json.loads(data[8:start].tobytes())
+    """Return the tensors in the bytes of a file, scales among them, which they fill
+    without gaps.
+    """
+    start = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    header, data = json.loads(data[8:start].tobytes()), data[start:]
     header.pop("__metadata__", None)
     tensors = {}
+    begin = 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         dtype, shape = entry["dtype"], entry["shape"]
         if dtype not in DTYPES:
@@ -162,10 +158,10 @@ def _tensors_of(data: np.ndarray) -> dict[str, StoredTensor]:
                 f"{name}: expected a dtype of {sorted(DTYPES)}, got {dtype}"
             )
         end = begin + math.prod(shape) * DTYPES[dtype].itemsize
-        offsets = [begin - start, end - start]
-        if entry["data_offsets"] != offsets:
+        if entry["data_offsets"] != [begin, end]:
             raise ValueError(
-                f"{name}: expected its data at {offsets}, got {entry['data_offsets']}"
+                f"{name}: expected its data at {[begin, end]}, got "
+                f"{entry['data_offsets']}"
             )
         values = data[begin:end].view(DTYPES[dtype]).reshape(shape)
         tensors[name] = StoredTensor(values, dtype)
@@ -176,7 +172,7 @@ def _tensors_of(data: np.ndarray) -> dict[str, StoredTensor]:
 
 
 def _with_scales(where, name, weight, tensors):
-    """Return a weight with its scales, and the names that they have in the file."""
+    """Return a weight with its scales, which are taken out of the tensors."""
     prefix = name.removesuffix("weight")
     squares = f"{name}_scale_inv"
     name_of_scale = _only(where, tensors, squares, f"{name}_scale")
@@ -185,7 +181,7 @@ def _with_scales(where, name, weight, tensors):
     )
     scale_inv = block = input_scale_inv = None
     if name_of_input:
-        fixed = tensors[name_of_input]
+        fixed = tensors.pop(name_of_input)
         input_scale_inv = _scales(f"{where}: {name_of_input}", fixed).reshape(-1)
         if input_scale_inv.shape != (1,):
             raise ValueError(
@@ -193,7 +189,7 @@ def _with_scales(where, name, weight, tensors):
                 f"{list(fixed.data.shape)} of {name_of_input}"
             )
     if name_of_scale:
-        scale = tensors[name_of_scale]
+        scale = tensors.pop(name_of_scale)
         scale_inv = _scales(f"{where}: {name_of_scale}", scale)
         blocks = []
         if name_of_scale == squares:
@@ -209,17 +205,14 @@ def _with_scales(where, name, weight, tensors):
         if block is None:
             scale_inv = scale_inv.reshape(-1)
             if scale_inv.shape != (1,):
-                needed = "one scale"
-                if shapes:
-                    needed = f"scales {' or '.join(map(str, shapes))}, or one,"
                 raise ValueError(
-                    f"{where}: expected {needed} for codes {weight.data.shape}, got "
-                    f"{scale.data.shape} of {name_of_scale}"
+                    f"{where}: expected scales of a shape in {[*shapes, (1,)]} for "
+                    f"codes {weight.data.shape}, got {scale.data.shape} of "
+                    f"{name_of_scale}"
                 )
-    scaled = dataclasses.replace(
+    return dataclasses.replace(
         weight, scale_inv=scale_inv, block=block, input_scale_inv=input_scale_inv
     )
-    return scaled, (name_of_scale, name_of_input)
 
 
 def _only(where, tensors, *names) -> str | None:
@@ -247,16 +240,14 @@ class Names:
 
     Attributes:
         where: the function, for messages.
-        names: its argument `names`: a dict of expressions, a function of a path, or
-            None; see `to_safetensors`.
+        names: its argument `names`: a dict of expressions, or None; see
+            `to_safetensors`.
         unused: the expressions that have decided about no parameter so far.
     """
 
-    def __init__(
-        self, where: str, names: Mapping[str, Name] | Callable[[str], Name] | None
-    ):
+    def __init__(self, where: str, names: Mapping[str, Name] | None):
         self.where, self.names = where, names
-        self.unused = dict(names) if isinstance(names, Mapping) else {}
+        self.unused = dict(names or {})
 
     def __call__(
         self, path: Path, shape: tuple[int, ...]
@@ -264,35 +255,29 @@ class Names:
         """Yield the index of each stacked parameter in one of this shape, and the names
         of the parts of its rows; nothing where `names` leaves it out.
         """
-        if self.names is None:
-            last = "weight" if path[-1] in _WEIGHTS else path[-1]
-            yield (), [".".join((*path[:-1], last))]
-            return
-        name, expand = self._find(path)
-        parts = (name,) if isinstance(name, str) else tuple(name or ())
-        templates = [expand(part.replace("{}", _PLACE)) for part in parts]
+        templates = self._templates(path)
         counts = {template.count(_PLACE) for template in templates}
         if len(counts) > 1 or max(counts, default=0) > len(shape):
             raise ValueError(
                 f"{self.where}: names: {at(path)}: expected as many {{}} in each of "
-                f"{parts}, at most one for each dimension of {list(shape)}"
+                f"its names, at most one for each dimension of {list(shape)}"
             )
         for stacked in counts:
             for index in np.ndindex(shape[:stacked]):
                 yield index, [_filled(template, index) for template in templates]
 
-    def _find(self, path) -> tuple[Name, Callable[[str], str]]:
-        """Return the name of a parameter as it was given, and a function that expands
-        the groups of its expression.
-        """
-        if callable(self.names):
-            return self.names(at(path)), str
+    def _templates(self, path) -> list[str]:
+        """Return the names of the parts of a parameter, with places of indices."""
+        if self.names is None:
+            last = "weight" if path[-1] in _WEIGHTS else path[-1]
+            return [".".join((*path[:-1], last))]
         for pattern, name in self.names.items():
             if match := re.fullmatch(pattern, at(path)):
                 self.unused.pop(pattern, None)
+                parts = (name,) if isinstance(name, str) else name or ()
                 # Groups are names of the model: braces in them are no places of an
                 # index.
-                return name, match.expand
+                return [match.expand(part.replace("{}", _PLACE)) for part in parts]
         raise ValueError(
             f"{self.where}: names: {at(path)} matches no expression; map it to None "
             "to leave it out"

@@ -76,13 +76,8 @@ def to_safetensors(
         ImportError: the package safetensors is not installed.
     """
     _checks.one_of("to_safetensors", "layout", layout, sorted(LAYOUTS))
-    try:
-        import safetensors.numpy  # no dependency
-    except ImportError as error:
-        raise ImportError(
-            "to_safetensors: needs the package safetensors; install it: pip install "
-            "'jaxfp8[safetensors]'"
-        ) from error
+    import safetensors.numpy  # no dependency
+
     leaves, products = parameters("to_safetensors: frozen", frozen)
     if not products:
         raise ValueError(
@@ -140,14 +135,6 @@ def to_safetensors(
     return quantization_config(layout, ignored, True in fixed)
 
 
-def _parts(path: Path, places, weight_of, *args) -> Iterator[tuple[str, StoredTensor]]:
-    """Yield the name and the weight of each part of a parameter, of which
-    `weight_of(*args, index)` gives one of those that are stacked.
-    """
-    for index, names in places:
-        yield from _divided(path, names, weight_of(*args, index))
-
-
 def _high_precision(path: Path, array, index) -> StoredTensor:
     """Return one of stacked parameters in high precision, with the dimensions that
     PyTorch has.
@@ -167,25 +154,27 @@ def _high_precision(path: Path, array, index) -> StoredTensor:
     return StoredTensor(array, "")
 
 
-def _divided(
-    path: Path, names: list[str], weight: StoredTensor
-) -> Iterator[tuple[str, StoredTensor]]:
-    """Yield the name and the weight of each of equal parts of the rows of a weight."""
-    count = len(names)
-    if count == 1:
-        yield names[0], weight
-        return
-    rows, block = len(weight.data), weight.block
-    # otherwise one row of scales holds for all parts
-    is_divided = block is not None and rows > block[0]
-    if rows % count or (is_divided and rows // count % block[0]):
-        raise ValueError(
-            f"to_safetensors: {at(path)}: expected rows that divide into {count} "
-            f"parts, of whole blocks {block}, got {rows} rows; write it under one name"
-        )
-    scales = [weight.scale_inv] * count
-    if is_divided:
-        scales = np.split(weight.scale_inv, count)
-    data = np.split(weight.data, count)
-    for name, part, scale_inv in zip(names, data, scales, strict=True):
-        yield name, dataclasses.replace(weight, data=part, scale_inv=scale_inv)
+def _parts(path: Path, places, weight_of, *args) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield the name and the weight of each of equal parts of the rows of a parameter,
+    of which `weight_of(*args, index)` gives one of those that are stacked.
+    """
+    for index, names in places:
+        weight, count = weight_of(*args, index), len(names)
+        if count == 1:
+            yield names[0], weight
+            continue
+        rows, block = len(weight.data), weight.block
+        # otherwise one row of scales holds for all parts
+        is_divided = block is not None and rows > block[0]
+        if rows % count or (is_divided and rows // count % block[0]):
+            raise ValueError(
+                f"to_safetensors: {at(path)}: expected rows that divide into {count} "
+                f"parts, of whole blocks {block}, got {rows} rows; write it under one "
+                "name"
+            )
+        scales = [weight.scale_inv] * count
+        if is_divided:
+            scales = np.split(weight.scale_inv, count)
+        data = np.split(weight.data, count)
+        for name, part, scale_inv in zip(names, data, scales, strict=True):
+            yield name, dataclasses.replace(weight, data=part, scale_inv=scale_inv)

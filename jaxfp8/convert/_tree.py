@@ -35,20 +35,12 @@ def as_dtype(place: str, leaf: Any, dtype: Any) -> Any:
     return leaf.astype(dtype)
 
 
-def _fields(state) -> dict:
-    return {
-        field.name: getattr(state, field.name)
-        for field in dataclasses.fields(state)
-        if not field.metadata.get("static")
-    }
-
-
 def _to_state_dict(state) -> dict:
-    return serialization.to_state_dict(_fields(state))
+    return serialization.to_state_dict(vars(state))
 
 
 def _from_state_dict(target, saved: dict):
-    values = serialization.from_state_dict(_fields(target), saved)
+    values = serialization.from_state_dict(vars(target), saved)
     return dataclasses.replace(target, **values)
 
 

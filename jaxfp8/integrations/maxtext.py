@@ -59,25 +59,7 @@ _CALIBRATIONS = {
     "output_grad": "bwd_quantization_calibration_method",
 }
 _TRIED = "0.2.5"
-_VALIDATOR = "set_derived_and_validate_values"
 _TRAIN = "maxtext.trainers.pre_train.train"
-# What `install` needs of MaxText's modules; it changes the first name of each.
-_HOOKS = {
-    "maxtext.layers.quantizations": ("configure_quantization", "Fp8Quantization"),
-    "maxtext.kernels.megablox": ("gmm",),
-    "maxtext.layers.moe": ("RoutedMoE.sparse_matmul", "jax.shard_map"),
-    "maxtext.layers.nnx_decoders": ("NNXDecoder.minimal_policy",),
-    "maxtext.utils.gradient_accumulation": (
-        "gradient_accumulation_loss_and_grad",
-        "nnx.value_and_grad",
-    ),
-    "maxtext.configs.pyconfig": (
-        "_initialize_pydantic",
-        f"types.MaxTextConfig.{_VALIDATOR}",
-    ),
-    "maxtext.utils.train_utils": ("validate_train_config",),
-    _TRAIN: ("loss_fn",),
-}
 
 _installed = contextlib.ExitStack()
 
@@ -131,24 +113,42 @@ def install(recipe: Recipe | None = None) -> contextlib.ExitStack:
     recipes = _RECIPES
     if recipe is not None:
         recipes = dict.fromkeys(_RECIPES, checked("maxtext.install: recipe", recipe))
-    wraps = (
-        functools.partial(_configure, recipes=recipes),
-        _grouped,
-        share_among_devices,
-        _keep_codes,
-        accumulate_with_state,
-        _parse,
-        _check,
-        _share_state,
-    )
+    # What changes the first of these attributes of MaxText's modules, and all that it
+    # needs there.
+    hooks = {
+        "maxtext.layers.quantizations": (
+            functools.partial(_configure, recipes=recipes),
+            "configure_quantization",
+            "Fp8Quantization",
+        ),
+        "maxtext.kernels.megablox": (_grouped, "gmm"),
+        "maxtext.layers.moe": (
+            share_among_devices,
+            "RoutedMoE.sparse_matmul",
+            "jax.shard_map",
+        ),
+        "maxtext.layers.nnx_decoders": (_keep_codes, "NNXDecoder.minimal_policy"),
+        "maxtext.utils.gradient_accumulation": (
+            accumulate_with_state,
+            "gradient_accumulation_loss_and_grad",
+            "nnx.value_and_grad",
+        ),
+        "maxtext.configs.pyconfig": (
+            _parse,
+            "_initialize_pydantic",
+            "types.MaxTextConfig.set_derived_and_validate_values",
+        ),
+        "maxtext.utils.train_utils": (_check, "validate_train_config"),
+        _TRAIN: (_share_state, "loss_fn"),
+    }
     # 1. Look up everything before the first change.
-    for name, hooks in _HOOKS.items():
-        for hook in hooks:
-            _owner(name, hook)
+    for module, (_, *needed) in hooks.items():
+        for hook in needed:
+            _owner(module, hook)
     # 2. Undo an earlier call, then make all changes or none.
     _installed.close()
     with contextlib.ExitStack() as undo:
-        for (module, (hook, *_)), wrap in zip(_HOOKS.items(), wraps, strict=True):
+        for module, (wrap, hook, *_) in hooks.items():
             owner, name = _owner(module, hook)
             original = getattr(owner, name)
             for importer in _importers(name, original) or [owner]:
@@ -383,32 +383,30 @@ def _parse(module, original):
 
 @functools.cache
 def _config_class(base):
-    from pydantic import create_model, model_validator
-
-    validate = getattr(base, _VALIDATOR)
-
-    def with_accumulation(self):
-        quantization = self.quantization
-        if quantization in _RECIPES:
-            # experts call `megablox.gmm` under this flag only
-            self.megablox = True
-        if quantization not in _RECIPES or self.gradient_accumulation_steps == 1:
-            return validate(self)
-        self.quantization = "te_no_quant"  # quantized for all other checks
-        try:
-            return validate(self)
-        finally:
-            self.quantization = quantization
+    from pydantic import model_validator
 
     field = base.model_fields["quantization"]
-    return create_model(
-        base.__name__,
-        __base__=base,
-        __module__=base.__module__,
-        # This validator replaces the validator of the same name in the base class.
-        __validators__={_VALIDATOR: model_validator(mode="after")(with_accumulation)},
-        quantization=(field.annotation | Literal[_BLOCK], field),
-    )
+    validate = base.set_derived_and_validate_values
+
+    class MaxTextConfig(base):
+        quantization: field.annotation | Literal[_BLOCK] = field
+
+        # in place of the validator of this name in the base class
+        @model_validator(mode="after")
+        def set_derived_and_validate_values(self):
+            quantization = self.quantization
+            if quantization not in _RECIPES:
+                return validate(self)
+            # experts call `megablox.gmm` under this flag only
+            self.megablox = True
+            if self.gradient_accumulation_steps > 1:
+                self.quantization = "te_no_quant"  # quantized for all other checks
+            try:
+                return validate(self)
+            finally:
+                self.quantization = quantization
+
+    return MaxTextConfig
 
 
 def _check(module, original):

@@ -3,6 +3,7 @@ not; whether all are finite.
 """
 
 import itertools
+import operator
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from .._jax import _mesh
-from .._jax._trees import Tree
+from .._jax._trees import Tree, leaves_in
 from ..dot import _frozen
 from ..recipes import QTensor, _state_tree
 
@@ -33,34 +34,31 @@ def is_inexact(leaf) -> bool:
     return is_float(leaf) or isinstance(leaf, float) or np.iscomplexobj(leaf)
 
 
-def outside_state(tree) -> tuple[_state_tree.StateTree, list[int]]:
-    """Return the flat tree, and the positions of leaves that are neither FP8 state nor
-    codes: parameters, `source` of QTensors.
+def outside_state(tree, is_kind) -> tuple[_state_tree.StateTree, list[int]]:
+    """Return the flat tree, and the positions of the leaves for which `is_kind(leaf)`
+    is true and that are neither FP8 state nor codes: parameters, `source` of QTensors.
 
     The codes and scales of frozen products, which lie beside a `kernel_scale_inv`, are
     codes too.
     """
-
     flat = _state_tree.flatten(tree)
-    is_value = []
-    for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, QTensor)):
-        for leaf in jax.tree.leaves(node):
-            is_value.append(not isinstance(node, QTensor) or leaf is node.source)
+    in_qtensors = leaves_in(tree, QTensor)
     frozen = {path[:-1] for path in flat.paths if path[-1:] == _FROZEN}
     state = set(flat.positions())
     positions = []
-    for i, path in enumerate(flat.paths):
-        if is_value[i] and i not in state and path[:-1] not in frozen:
+    for i, (path, leaf) in enumerate(zip(flat.paths, flat.leaves, strict=True)):
+        is_code = path[:-1] in frozen or (in_qtensors[i] and path[-1] != "source")
+        if i not in state and not is_code and is_kind(leaf):
             positions.append(i)
     return flat, positions
 
 
-def map_outside_state(function, tree):
-    """Apply `function` to all leaves that are neither FP8 state nor codes; state and
-    codes stay as they are.
+def map_outside_state(function, tree, is_kind):
+    """Apply `function` to the arrays of leaves for which `is_kind(leaf)` is true and
+    that are neither FP8 state nor codes; all else stays as it is.
     """
-    flat, positions = outside_state(tree)
-    return flat.replace({i: function(flat.leaves[i]) for i in positions})
+    flat, positions = outside_state(tree, is_kind)
+    return flat.replace({i: function(jnp.asarray(flat.leaves[i])) for i in positions})
 
 
 def all_finite(tree: Any) -> jax.Array:
@@ -104,22 +102,20 @@ def select(finite: jax.typing.ArrayLike, new: Tree, old: Tree) -> Tree:
         TypeError: two leaves differ in shape or dtype.
     """
 
-    def is_same(new_leaf, old_leaf):
-        return isinstance(new_leaf, jax.Array) and new_leaf is old_leaf
-
     def choose(new_leaf, old_leaf):
         leaves = map(jnp.asarray, (new_leaf, old_leaf))
         return lax.select(jnp.asarray(finite), *leaves)
 
+    chosen = jax.tree.map(choose, new, old)
     # `nnx.state` gives references: after an in-place step both trees hold the new
     # arrays.
-    are_same = jax.tree.leaves(jax.tree.map(is_same, new, old))
-    if are_same and all(are_same):
+    leaves = jax.tree.leaves(new)
+    if leaves and all(map(operator.is_, leaves, jax.tree.leaves(old))):
         raise ValueError(
             "select: old: expected the arrays from before the step, got those of new; "
             "nnx.state is no copy, use jaxfp8.nnx.step_if or nnx.as_pure"
         )
-    return jax.tree.map(choose, new, old)
+    return chosen
 
 
 def first_nonfinite(tree: Any, order: Any = None) -> str | None:
@@ -166,8 +162,7 @@ def _nonfinite(gradients):
     device.
     """
     # One flag for each leaf, combined over the devices in one reduction.
-    bad = [~jnp.all(jnp.isfinite(leaf)) for _, leaf in gradients]
-    bad = jnp.stack(bad) if bad else jnp.zeros(0, bool)
+    bad = jnp.array([~jnp.all(jnp.isfinite(leaf)) for _, leaf in gradients], bool)
     # The axes of a `shard_map` over which flags differ: with check_vma=False any.
     axes = jax.sharding.get_abstract_mesh().manual_axes
     if axes and _mesh.varying(lax.axis_index(axes[0])):
@@ -177,9 +172,5 @@ def _nonfinite(gradients):
 
 def _gradients(tree) -> list[tuple[str, Any]]:
     """Return the paths and values of the float leaves that are not state."""
-    flat, positions = outside_state(tree)
-    gradients = []
-    for i in positions:
-        if is_inexact(flat.leaves[i]):
-            gradients.append((flat.name(i), flat.leaves[i]))
-    return gradients
+    flat, positions = outside_state(tree, is_inexact)
+    return [(flat.name(i), flat.leaves[i]) for i in positions]

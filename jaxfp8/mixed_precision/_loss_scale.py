@@ -72,7 +72,9 @@ class DynamicLossScale:
     backoff_factor: float = 0.5
     growth_interval: int = 2000
     value: Any = dataclasses.field(default=_UNSET, kw_only=True)
-    good_steps: Any = dataclasses.field(default=_UNSET, kw_only=True)
+    good_steps: Any = dataclasses.field(
+        default_factory=lambda: jnp.int32(0), kw_only=True
+    )
 
     def __post_init__(self, init_scale: float) -> None:
         # JAX unflattens pytrees through this method, with tracers or placeholders as
@@ -85,8 +87,6 @@ class DynamicLossScale:
                 lambda scale: _scaling.MIN_SCALE <= scale <= _scaling.MAX_SCALE,
             )
             object.__setattr__(self, "value", jnp.float32(init_scale))
-        if self.good_steps is _UNSET:
-            object.__setattr__(self, "good_steps", jnp.int32(0))
         _check(
             self.growth_factor,
             "growth_factor",
@@ -207,15 +207,12 @@ def _times(factor, tree):
     """Multiply the floats of a tree, but FP8 state, in f32 or wider."""
 
     def times(leaf):
-        if not is_inexact(leaf):
-            return leaf
-        leaf = jnp.asarray(leaf)
         # In float16 the product would overflow, and the quotient would flush to zero
         # again.
         dtype = promoted(leaf.dtype, jnp.float32)
         return leaf.astype(dtype) * jnp.asarray(factor).astype(dtype)
 
-    return map_outside_state(times, tree)
+    return map_outside_state(times, tree, is_inexact)
 
 
 def _check(value, name, expected, is_right):

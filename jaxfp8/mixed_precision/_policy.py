@@ -40,9 +40,7 @@ OPERATIONS = {
 }
 _KINDS = {name: kind for kind, names in OPERATIONS.items() for name in names}
 
-_KEYS = {"p": "param_dtype", "c": "compute_dtype", "o": "output_dtype"}
-_KEYS |= {"params": "param_dtype", "compute": "compute_dtype", "output": "output_dtype"}
-_DTYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64"}
+_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,36 +85,27 @@ class Policy:
 
     @classmethod
     def parse(cls, text: str) -> "Policy":
-        """Parse the policy that `text` names.
-
-            "params=float32,compute=bfloat16,output=float32"
-            "p=f32,c=f16"       defaults: params is float32, compute is params, output
-                                is compute
-            "bfloat16"          params, compute and output
+        """Parse a policy such as `"params=float32,compute=bfloat16,output=float32"`.
 
         Args:
-            text: `name=dtype` pairs with commas between them, or one dtype.
+            text: the dtypes of params, compute and output, in any order.
 
         Raises:
-            ValueError: `text` has an unknown name or dtype, or a name twice.
+            ValueError: `text` has not each of the three names once, or an unknown
+                dtype.
         """
         where = f"Policy.parse: {text!r}"
-        # Each name may appear once. Without a dtype of its own, compute is params, and
-        # output is compute.
         given = {}
-        if "=" not in text:
-            text = f"params={text}"
         for part in text.split(","):
-            key, _, dtype = (piece.strip() for piece in part.partition("="))
-            if key not in _KEYS or _KEYS[key] in given:
-                raise ValueError(
-                    f"{where}: expected params, compute and output (or p, c, o), each "
-                    f"once, got {key!r}"
-                )
-            given[_KEYS[key]] = _float_dtype(where, dtype)
-        params = given.get("param_dtype", jnp.float32)
-        compute = given.get("compute_dtype", params)
-        return cls(params, compute, given.get("output_dtype", compute))
+            name, _, dtype = part.partition("=")
+            given[name.strip()] = dtype.strip()
+        names = "params", "compute", "output"
+        if text.count("=") != 3 or given.keys() != set(names):
+            raise ValueError(
+                f"{where}: expected params, compute and output, each once, as in "
+                f"params=float32,compute=bfloat16,output=float32, got {list(given)}"
+            )
+        return cls(*(_float_dtype(where, given[name]) for name in names))
 
     def __str__(self) -> str:
         return (
@@ -215,24 +204,19 @@ def _kind_of(operation):
 
 def _cast(tree, dtype, narrows=True):
     def cast(leaf):
-        if not is_float(leaf):
-            return leaf
-        leaf = jnp.asarray(leaf)
         return leaf.astype(dtype if narrows else promoted(leaf.dtype, dtype))
 
-    return map_outside_state(cast, tree)
+    return map_outside_state(cast, tree, is_float)
 
 
 def _float_dtype(where, dtype) -> np.dtype:
-    name = None
-    if isinstance(dtype, str):
-        name = _DTYPES.get(dtype, dtype)
+    name = dtype
     # `jnp.dtype(None)` is float64, but None, which Flax's layers take as a dtype, is no
-    # choice here.
-    elif dtype is not None:
+    # choice here; nor is "f8" float64.
+    if dtype is not None and not isinstance(dtype, str):
         with contextlib.suppress(TypeError):
             name = jnp.dtype(dtype).name
-    if name not in _DTYPES.values():
+    if name not in _DTYPES:
         raise ValueError(
             f"{where}: expected float16, bfloat16, float32 or float64, got {dtype!r}"
         )

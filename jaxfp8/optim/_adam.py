@@ -2,7 +2,6 @@
 parameters.
 """
 
-import functools
 import operator
 from typing import Any, NamedTuple
 
@@ -21,7 +20,6 @@ from ._quantized import (
     block_keys,
     check,
     is_moment,
-    leaf_key,
     quantize_state,
     refuse_state,
 )
@@ -98,7 +96,7 @@ def adamw(
     small = optax.scale_by_adam(b1, b2, eps, eps_root)
 
     is_known = max_norm is not None and not isinstance(max_norm, jax.core.Tracer)
-    if is_known and not np.all(np.asarray(max_norm) > 0):
+    if is_known and not max_norm > 0:
         raise ValueError(
             f"optim.adamw: max_norm: expected a positive number, got {max_norm}"
         )
@@ -108,15 +106,6 @@ def adamw(
         if mask is not None:
             _masked(mask, params)
         return quantize_state(small.init(params), min_size=min_size)
-
-    def numbers(count, rate, factor, decay):
-        """Return the numbers of a step as `ops.adam_update` takes them; `count` is that
-        of this step.
-        """
-        one, t = jnp.float32(1), count.astype(jnp.float32)
-        unbias = [one / (one - jnp.asarray(b, jnp.float32) ** t) for b in (b1, b2)]
-        options = b1, 1 - b1, b2, 1 - b2, *unbias, eps_root, eps, rate, decay, factor
-        return jnp.stack([jnp.asarray(x, jnp.float32) for x in options])
 
     def step(name, grads, state, params):
         """Return the updates, or of `apply` the next parameters, and the next state."""
@@ -143,20 +132,30 @@ def adamw(
         def keys(leaf):
             # The leaves of the state are numbered: the count, all of mu, all of nu.
             places = np.uint32([1 + leaf.number, 1 + leaf.number + len(leaves)])
-            keys = leaf_key(seed, state.update_count, places)
-            return jax.vmap(functools.partial(block_keys, shape=leaf.grad.shape))(keys)
 
-        numbers_of = functools.partial(numbers, count, rate, factor)
+            def of_moment(place):
+                return block_keys(seed, state.update_count, place, leaf.grad.shape)
+
+            return jax.vmap(of_moment)(places)
+
+        def numbers(decay):
+            """Return the numbers of a step as `ops.adam_update` takes them."""
+            one, t = jnp.float32(1), count.astype(jnp.float32)
+            unbias = [one / (one - jnp.asarray(b, jnp.float32) ** t) for b in (b1, b2)]
+            averages = b1, 1 - b1, b2, 1 - b2, *unbias
+            options = *averages, eps_root, eps, rate, decay, factor
+            return jnp.stack([jnp.asarray(x, jnp.float32) for x in options])
+
         for group in _groups(leaves):
-            results |= _step_by_op(group, numbers_of, keys)
+            results |= _step_by_op(group, numbers, keys)
 
         # 4. Decay and scale what is an update yet.
         outs, mu, nu = [], [], []
         for leaf in leaves:
-            out, *moments = results[leaf.number]
+            out, m, v = results[leaf.number]
             outs.append(_decayed(leaf, out, rate, name == "apply"))
-            mu.append(moments[0])
-            nu.append(moments[1])
+            mu.append(m)
+            nu.append(v)
         inner = optax.ScaleByAdamState(
             count, treedef.unflatten(mu), treedef.unflatten(nu)
         )

@@ -105,18 +105,12 @@ def encode(kind, x):
     """Quantize x, of any float dtype and shape, to a moment of the class `kind`; round
     to nearest.
     """
-    sharding = jax.typeof(x).sharding
-    blocks_sharding = block_sharding(sharding, amax_shape(x.shape))
-
-    def full(shape, value, dtype, sharding):
-        return lax.full(
-            shape, value, dtype, sharding=None if sharding.mesh.empty else sharding
-        )
-
+    sharding, blocks = jax.typeof(x).sharding, amax_shape(x.shape)
+    of_blocks = block_sharding(sharding, blocks)
     zeros = kind(
-        full(x.shape, 0, E4M3.dtype, sharding),
-        full(amax_shape(x.shape), 0, jnp.float32, blocks_sharding),
-        full(amax_shape(x.shape), 1, jnp.int8, blocks_sharding),
+        lax.full(x.shape, 0, E4M3.dtype, sharding=sharding),
+        lax.full(blocks, 0, jnp.float32, sharding=of_blocks),
+        lax.full(blocks, 1, jnp.int8, sharding=of_blocks),
     )
     return encode_changes(zeros, x, None)
 

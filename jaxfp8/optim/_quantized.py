@@ -5,6 +5,7 @@ Random bits are made by counting: a function of the seed, the step, the leaf and
 element, on every mesh.
 """
 
+import functools
 import itertools
 import operator
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._jax import _warnings
+from .._jax._trees import leaves_in
 from ..numerics import E4M3, _moment_codec
 from ..recipes import _state_tree
 from ._moments import (
@@ -137,14 +139,11 @@ def quantized(
         numbers = itertools.count()
 
         def requantize(old, new):
-            number = next(numbers)
+            number = np.uint32(next(numbers))
             if not is_moment(old):
                 return new
-            return encode_changes(
-                old,
-                new,
-                block_keys(leaf_key(seed, state.update_count, number), new.shape),
-            )
+            keys = block_keys(seed, state.update_count, number, new.shape)
+            return encode_changes(old, new, keys)
 
         inner = jax.tree.map(requantize, state.inner, after, is_leaf=is_moment)
         return updates, QuantizedState(optax.safe_increment(state.update_count), inner)
@@ -164,35 +163,27 @@ def refuse_state(where, params):
         )
 
 
-def leaf_key(seed, step, leaf):
-    """Return the key u32, in the shape of `leaf`, from which the random bits of a
-    moment in one update are made.
+def block_keys(seed, step, leaf, shape):
+    """Return a key for each block of a moment, u32 in the shape of its amaxes, from
+    which the random bits of the block in one update are made.
 
-        key = mix(mix(mix(seed) ^ step) ^ leaf)
+        keys = mix(mix(mix(mix(seed) ^ step) ^ leaf) ^ block)
+
+    Blocks are numbered in the row-major order of their amaxes, modulo 2**32.
 
     Args:
         seed: the seed of the transformation.
         step: i32 [], the number of updates before this one.
-        leaf: the number of the moment, or of several, among the leaves of the
-            optimizer's state.
+        leaf: u32 [], the number of the moment among the leaves of the optimizer's
+            state.
+        shape: the shape of the moment.
     """
-    mix = _moment_codec.mix
-    return mix(mix(mix(jnp.uint32(seed)) ^ step.astype(jnp.uint32)) ^ np.uint32(leaf))
-
-
-def block_keys(key, shape):
-    """Return a key for each block of a moment of `shape`, u32 in the shape of its
-    amaxes.
-
-        keys = mix(key ^ block)
-
-    Blocks are numbered in the row-major order of their amaxes, modulo 2**32.
-    """
-    sizes = amax_shape(shape)
+    mix, sizes = _moment_codec.mix, amax_shape(shape)
+    key = mix(mix(mix(jnp.uint32(seed)) ^ step.astype(jnp.uint32)) ^ leaf)
     block = jnp.zeros(sizes, jnp.uint32)
     for i, size in enumerate(sizes):
         block = block * np.uint32(size) + lax.broadcasted_iota(jnp.uint32, sizes, i)
-    return _moment_codec.mix(key ^ block)
+    return mix(key ^ block)
 
 
 def quantize_state(
@@ -215,7 +206,7 @@ def quantize_state(
             moment is in FP8 already.
     """
     table = MOMENTS | dict(moments or {})
-    if any(map(is_moment, jax.tree.leaves(opt_state, is_leaf=is_moment))):
+    if any(leaves_in(opt_state, Moment)):
         raise ValueError(
             "jaxfp8.optim: tx: expected moments in float32, got some in FP8 already; "
             "apply quantized once"
@@ -277,20 +268,15 @@ def dequantize_state(opt_state: Any) -> Any:
         moments are float32.
     """
 
-    def is_quantized(node):
-        return isinstance(node, QuantizedState)
-
-    def decode_moment(x):
-        return decode(x) if is_moment(x) else x
-
-    # A QuantizedState holds no other QuantizedState: `quantized` refuses moments in
-    # FP8.
     def dequantize(node):
-        if not is_quantized(node):
-            return node
-        return jax.tree.map(decode_moment, node.inner, is_leaf=is_moment)
+        if isinstance(node, QuantizedState):
+            return dequantize_state(node.inner)
+        return decode(node) if is_moment(node) else node
 
-    return jax.tree.map(dequantize, opt_state, is_leaf=is_quantized)
+    def is_leaf(node):
+        return isinstance(node, QuantizedState | Moment)
+
+    return jax.tree.map(dequantize, opt_state, is_leaf=is_leaf)
 
 
 def map_moments(function, tree, table):
@@ -298,39 +284,33 @@ def map_moments(function, tree, table):
     Moment is one leaf.
     """
 
-    def map_field(kind, value):
-        leaves, structure = jax.tree.flatten(value, is_leaf=_is_leaf)
-        return structure.unflatten([function(kind, leaf) for leaf in leaves])
+    def has_moments(node):
+        return type(node) in table
 
     def map_fields(node):
         for name, kind in table.get(type(node), {}).items():
-            node = node._replace(**{name: map_field(kind, getattr(node, name))})
+            of_kind = functools.partial(function, kind)
+            field = jax.tree.map(of_kind, getattr(node, name), is_leaf=_is_leaf)
+            node = node._replace(**{name: field})
         return node
 
-    def is_leaf(node):
-        return type(node) in table or is_moment(node)
-
-    return jax.tree.map(map_fields, tree, is_leaf=is_leaf)
+    return jax.tree.map(map_fields, tree, is_leaf=has_moments)
 
 
-def check(function, state, table, min_size, inner=None):
+def check(function, state, table, min_size, inner=object):
     """Raise a ValueError in the name of `function` unless `state` is a QuantizedState
-    with this table and `min_size`.
+    with this table and `min_size`, and holds a state of the class `inner`.
 
     A state that was restored from the checkpoint of another transformation fails here.
-    The state in it is of the class `inner`; None is any class.
     """
-    kinds = [type(state)]
+    place, node, right = "state", state, QuantizedState
     if isinstance(state, QuantizedState):
-        kinds.append(type(state.inner))
-    expected = [QuantizedState, inner or kinds[-1]]
-    if kinds != expected:
-        got = " of a ".join(kind.__name__ for kind in kinds)
-        right = " of a ".join(kind.__name__ for kind in (QuantizedState, inner) if kind)
+        place, node, right = "state.inner", state.inner, inner
+    if not isinstance(node, right):
         raise ValueError(
-            f"jaxfp8.{function}: state: expected a {right}, got {got}; restore a "
-            "checkpoint into what init returns, and convert a float32 state by "
-            "jaxfp8.optim.quantize_state"
+            f"jaxfp8.{function}: {place}: expected a {right.__name__}, got "
+            f"{type(node).__name__}; restore a checkpoint into what init returns, and "
+            "convert a float32 state by jaxfp8.optim.quantize_state"
         )
 
     def check_leaf(kind, leaf):
@@ -372,19 +352,13 @@ def _keep_whole(variable, axis):
 
     def whole(sharding):
         if isinstance(sharding, NamedSharding):
-            return NamedSharding(sharding.mesh, whole(sharding.spec))
-        names = [None if i == axis else name for i, name in enumerate(sharding)]
-        if isinstance(sharding, PartitionSpec):
-            return PartitionSpec(*names)
-        return tuple(names)
+            spec = PartitionSpec(*whole(sharding.spec))
+            return NamedSharding(sharding.mesh, spec)
+        return tuple(None if i == axis else name for i, name in enumerate(sharding))
 
-    metadata = variable.get_metadata()
-    annotations = {
-        name: metadata.get(name) for name in ("out_sharding", "optimizer_sharding")
-    }
-    variable.set_metadata(
-        metadata | {name: whole(value) for name, value in annotations.items() if value}
-    )
+    for annotation in ("out_sharding", "optimizer_sharding"):
+        if sharding := variable.get_metadata(annotation, None):
+            variable.set_metadata(annotation, whole(sharding))
 
 
 def is_large(x, min_size):

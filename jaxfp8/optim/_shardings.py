@@ -33,9 +33,9 @@ def shardings(opt_state: Any, params: Any) -> Any:
     Raises:
         ValueError: a parameter has no NamedSharding, or there are no parameters.
     """
-    # 1. Collect the parameters by their paths; the path of a leaf of state ends with
-    #    that of its parameter.
-    by_path = {}
+    # 1. Collect the parameters by their paths and shapes; the path of a leaf of state
+    #    ends with that of its parameter.
+    placed = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if not isinstance(getattr(leaf, "sharding", None), NamedSharding):
             raise ValueError(
@@ -46,12 +46,14 @@ def shardings(opt_state: Any, params: Any) -> Any:
         names = _names(path)
         # `jaxfp8.train.optimizer` gives optax the collection "params" of the variables
         # of Linen.
-        by_path[names[1:] if names[:1] == ("params",) else names] = leaf
-    if not by_path:
+        if names[:1] == ("params",):
+            names = names[1:]
+        placed[names, leaf.shape] = leaf.sharding
+    if not placed:
         raise ValueError(
             "jaxfp8.optim.shardings: params: expected arrays on a mesh, got none"
         )
-    mesh = next(iter(by_path.values())).sharding.mesh
+    mesh = next(iter(placed.values())).mesh
 
     # 2. Give each leaf the sharding of its parameter; amaxes and exponents get the mesh
     #    axes that divide their shape.
@@ -61,9 +63,8 @@ def shardings(opt_state: Any, params: Any) -> Any:
         param_sharding = NamedSharding(mesh, PartitionSpec())
         # The longest path that a parameter has comes last, and wins.
         for i in reversed(range(len(names) + 1)):
-            owner = by_path.get(names[i:])
-            if owner is not None and owner.shape == whole.shape:
-                param_sharding = owner.sharding
+            key = names[i:], whole.shape
+            param_sharding = placed.get(key, param_sharding)
         if not is_moment(leaf):
             return param_sharding
         blocks_sharding = block_sharding(param_sharding, leaf.amax.shape)

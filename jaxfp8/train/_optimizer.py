@@ -316,19 +316,18 @@ def _with_state(tree, source, function) -> Any:
     """Return `tree` with `function(leaf)`, for each leaf of state in `source`, in the
     empty node of that leaf.
     """
-    # A leaf in an NNX variable comes with the variable.
-    nodes = jax.tree.leaves(source, is_leaf=_state_tree.is_variable)
-    # `tree` lacks the leaves of `source` that have no gradient, such as functions.
-    state = [nodes[i] for i in _state_tree.flatten(source).positions()]
 
-    def filled(node):
+    def filled(node, of_source):
+        # A leaf in an NNX variable comes with the variable.
         if isinstance(node, NoState):
-            return jax.tree.map(function, state.pop(0))
+            return jax.tree.map(function, of_source)
         return node
 
-    tree = jax.tree.map(filled, tree, is_leaf=lambda node: isinstance(node, NoState))
-    assert not state
-    return tree
+    # `tree` has None for leaves of `source` without a gradient, such as functions.
+    def is_leaf(node):
+        return node is None or isinstance(node, NoState)
+
+    return jax.tree.map(filled, tree, source, is_leaf=is_leaf)
 
 
 def _argument_without_state(argument, params):

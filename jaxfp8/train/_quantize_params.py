@@ -95,15 +95,14 @@ def quantize_params(
             'where=".*/kernel"'
         )
     # 2. Quantize those that `where` names; other parameters stay.
-    names = {i: tree.name(i) for i in states}
     quantized = {}
     for i, old in states.items():
-        if where is None or re.fullmatch(where, names[i]):
+        if where is None or re.fullmatch(where, tree.name(i)):
             quantized[i] = _quantized(quantizer, tree.leaves[i], old, reduce)
     if not quantized:
         raise ValueError(
             f"quantize_params: where: no kernel matches {where!r} as a whole; paths "
-            f"are {some(list(names.values()))}"
+            f"are {some(list(map(tree.name, states)))}"
         )
     return tree.replace(quantized)
 

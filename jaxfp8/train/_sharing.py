@@ -14,9 +14,9 @@ import jax.numpy as jnp
 
 from .._jax import _compat
 from .._jax._batching import repeat_state
-from .._jax._trees import Tree
+from .._jax._trees import Tree, leaves_in
 from ..recipes import _reading, _state_tree, shared, without_max
-from ._stacked_state import leaves_in_stacks, unstack_state
+from ._stacked_state import StackedState, unstack_state
 
 
 def max_grad(tree: Tree) -> Tree:
@@ -66,7 +66,7 @@ def max_grad(tree: Tree) -> Tree:
     # 2. Read the state of stacked layers: a loop over them needs the readings alone,
     #    and these get its gradients.
     #    The rows of a StackedState are products that are not in a loop.
-    in_stacks = leaves_in_stacks(tree)
+    in_stacks = leaves_in(tree, StackedState)
     in_loops = {}
     for quantizers in _reading.stacked_products(flat):
         positions = [q.positions for q in quantizers]
@@ -120,8 +120,7 @@ def value_and_grad(
 
     @functools.wraps(loss_fn)
     def value_and_gradients(*args, **kwargs):
-        numbers = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
-        positions = {number % len(args) for number in numbers}
+        positions = {number % len(args) for number in jax.tree.leaves(argnums)}
 
         @functools.wraps(loss_fn)
         def loss_with_shared_state(*args, **kwargs):
@@ -149,18 +148,8 @@ def named_errors(function: str):
         yield
     except Exception as error:
         # No type tells these errors from others: JAX raises many for a dtype that its
-        # arithmetic does not know. It differentiates with respect to floats alone.
+        # arithmetic does not know.
         is_about_cast = str(_compat.MAX_DTYPE) in str(error)
-        if is_about_cast and str(error).startswith(
-            ("grad requires", "value_and_grad requires")
-        ):
-            raise TypeError(
-                f"{function}: loss_fn: expected inner gradients by jaxfp8.grad, got "
-                "one by jax.grad with respect to variables whose FP8 state the "
-                "gradient around it has cast; in place of jax.grad(loss)(variables) "
-                "write jax.lax.stop_gradient(jaxfp8.grad(loss)(variables)), and in a "
-                "custom_vjp jaxfp8.grad(loss)(variables)"
-            ) from error
         if is_about_cast and isinstance(error, jax.errors.UnexpectedTracerError):
             raise TypeError(
                 f"{function}: loss_fn: expected FP8 state to enter a custom "
@@ -169,19 +158,16 @@ def named_errors(function: str):
                 "'_overwrite_with_gradient'], and the same as vjp_variables of "
                 "flax.linen.vjp"
             ) from error
-        # Outside of jit its arrays of such a dtype have no methods.
-        is_abstract = (
-            isinstance(error, NotImplementedError)
-            and _raised_in(error) in _compat.METHODS_OF_ARRAYS
-        )
-        if is_about_cast or is_abstract:
+        if is_about_cast:
             raise TypeError(
                 f"{function}: loss_fn: expected a loss that passes FP8 state to "
                 f"products alone, got one that computes with it ({error}); take norms "
                 "and decay of the parameters, as in `optax.global_norm(variables["
-                "'params'])`, inner gradients by jaxfp8.grad, rows of stacked state "
-                "by jnp.unstack, and jaxfp8.Fp8DotGeneral in layers with Flax's own "
-                "FP8"
+                "'params'])`, rows of stacked state by jnp.unstack, "
+                "jaxfp8.Fp8DotGeneral in layers with Flax's own FP8, and in place of "
+                "jax.grad(loss)(variables) "
+                "jax.lax.stop_gradient(jaxfp8.grad(loss)(variables)), in a custom_vjp "
+                "jaxfp8.grad(loss)(variables)"
             ) from error
         if isinstance(error, AssertionError) and _is_of_equinox(error):
             raise TypeError(
@@ -192,11 +178,6 @@ def named_errors(function: str):
                 "with jaxfp8.train.fork and take jax.grad"
             ) from error
         raise
-
-
-def _raised_in(error) -> str:
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return frame.f_globals.get("__name__", "")
 
 
 def _is_of_equinox(error) -> bool:

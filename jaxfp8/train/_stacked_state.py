@@ -111,12 +111,6 @@ def unstack_state(tree: Tree) -> Tree:
     )
 
 
-def leaves_in_stacks(tree: Any) -> list[bool]:
-    """Tell of each leaf of a tree whether it is in a StackedState."""
-    in_stack = jax.tree.map(_is_stacked, tree, is_leaf=_is_stacked)
-    return jax.tree.leaves(jax.tree.broadcast(in_stack, tree))
-
-
 def _is_stacked(node) -> bool:
     return isinstance(node, StackedState)
 

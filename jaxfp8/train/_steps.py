@@ -51,7 +51,7 @@ def begin(opt_state, tree):
     flat = _state_tree.flatten(tree)
     state = tuple(jnp.zeros_like(flat.leaves[i]) for i in flat.positions())
     if isinstance(opt_state, Accumulating):
-        if [x.shape for x in opt_state.state] == [x.shape for x in state]:
+        if list(map(jnp.shape, opt_state.state)) == list(map(jnp.shape, state)):
             return opt_state
         opt_state = opt_state.inner
     has_steps = state and _counters("mini_step", opt_state)
@@ -155,8 +155,8 @@ def _counters(name, opt_state) -> list:
 
 
 def _any_differs(name, before, after):
-    was, now = _counters(name, before), _counters(name, after)
-    return jnp.any(jnp.array(was) != jnp.array(now))
+    was, now = (jnp.array(_counters(name, state)) for state in (before, after))
+    return jnp.any(was != now)
 
 
 def _where(condition, old, new):

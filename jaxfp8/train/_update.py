@@ -105,9 +105,9 @@ def _next_of_quantizers(before, gradient) -> tuple[dict, dict]:
     factors = {}
     for group in alike.values():
         names, positions, leaves = zip(*group, strict=True)
-        histories, scales, factors[names] = _next_quantizers(leaves)
-        for pair, *state in zip(positions, histories, scales, strict=True):
-            values |= dict(zip(pair, state, strict=True))
+        states, factors[names] = _next_quantizers(leaves)
+        for pair, state in zip(positions, states, strict=True):
+            values |= zip(pair, state, strict=True)
     return values, factors
 
 
@@ -175,8 +175,8 @@ def _check_shapes(name, old, new):
 
 @jax.jit
 def _next_quantizers(quantizers):
-    """Return the next histories and scales of quantizers whose leaves have the same
-    types, and their factors.
+    """Return the next state of quantizers whose leaves have the same types, and their
+    factors.
 
     The quantizers are stacked, so that the arithmetic on a whole model's state takes
     the launches of one quantizer. The histories themselves are not: `write_histories`
@@ -187,23 +187,21 @@ def _next_quantizers(quantizers):
             new leaves.
 
     Returns:
-        `(histories, scales, factors)`: two tuples of leaves, and f32
+        `(states, factors)`: a history and a scale for each, and f32
         `[quantizers, *batch, 1]`, the factor on the cotangent of each row; NaN where
         the row's old state is below zero.
     """
     # 1. Find the numbers to write, six of each row as `write_histories` takes them. The
     #    state's scale is the scale_inv of the last step.
-    columns = []
-    for leaves in zip(*quantizers, strict=True):
-        columns.append([x.astype(jnp.float32) for x in leaves])
-    *numbers, factors = ops.undo_factors(*map(_stacked, columns))
+    quantizers = jax.tree.map(lambda x: x.astype(jnp.float32), quantizers)
+    *numbers, factors = ops.undo_factors(*map(_stacked, zip(*quantizers, strict=True)))
     recorded = jnp.concatenate(numbers, axis=-1)
     padding = [(0, 0, 0)] * recorded.ndim
     padding[-1] = (0, ops.READING_NUMBERS - len(numbers), 0)
     recorded = lax.pad(recorded, np.float32(0), padding)
     recorded = jnp.moveaxis(recorded, 0, -2)
     # 2. Write the histories and scales, as those of products that one call takes.
-    pairs = list(zip(*columns[:2], strict=True))
+    pairs = [leaves[:2] for leaves in quantizers]
     calls = []
     rows = []
     for start in range(0, len(pairs), ops.MAX_QUANTIZERS):
@@ -212,8 +210,7 @@ def _next_quantizers(quantizers):
         calls.append(pairs[call])
         rows.append(row.reshape(*row.shape[:-2], -1))
     written = ops.write_histories(calls, rows)
-    histories, scales = zip(*itertools.chain.from_iterable(written), strict=True)
-    return histories, scales, factors
+    return list(itertools.chain.from_iterable(written)), factors
 
 
 def _stacked(leaves):

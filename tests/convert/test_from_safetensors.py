@@ -103,7 +103,7 @@ def write(path, **tensors):
 
 def test_names_and_shapes(tmp_path):
     """Stacked layers, several weights in one kernel, dimensions that are merged,
-    functions, and several files.
+    and several files.
     """
     weights = {
         f"l.{i}.{part}.weight": normal(3, 4, seed=10 * i + j)
@@ -139,17 +139,14 @@ def test_names_and_shapes(tmp_path):
     find = _read_safetensors.Names("", {"k": ("{}.a.{}", "{}.b.{}")})
     places = list(find(("k",), (1, 2, 3)))
     assert places == [((0, i), [f"0.a.{i}", f"0.b.{i}"]) for i in range(2)]
-    for given in (names, lambda path: names.get(path, "head.weight")):
-        params = from_safetensors(shapes, files, given)["params"]
-        for i, j in np.ndindex(2, 2):
-            wanted = weights[f"l.{i}.{'gu'[j]}.weight"].T
-            np.testing.assert_array_equal(
-                params["layers"]["wi"]["kernel"][i, :, j], wanted
-            )
-        wanted = normal(6, 4, seed=7).T.reshape(2, 2, 2, 3).astype(jnp.bfloat16)
-        np.testing.assert_array_equal(params["o"]["kernel"], wanted)
-        np.testing.assert_array_equal(params["o"]["bias"], bias.reshape(2, 3))
-        np.testing.assert_array_equal(params["embed"]["embedding"], head)
+    params = from_safetensors(shapes, files, names)["params"]
+    for i, j in np.ndindex(2, 2):
+        wanted = weights[f"l.{i}.{'gu'[j]}.weight"].T
+        np.testing.assert_array_equal(params["layers"]["wi"]["kernel"][i, :, j], wanted)
+    wanted = normal(6, 4, seed=7).T.reshape(2, 2, 2, 3).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(params["o"]["kernel"], wanted)
+    np.testing.assert_array_equal(params["o"]["bias"], bias.reshape(2, 3))
+    np.testing.assert_array_equal(params["embed"]["embedding"], head)
 
 
 def test_nnx():

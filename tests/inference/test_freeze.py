@@ -264,7 +264,7 @@ def test_nnx_products_that_other_methods_run():
 
 
 def test_policies_leave_codes_and_scales_alone():
-    policy = jaxfp8.mixed_precision.Policy.parse("bf16")
+    policy = jaxfp8.mixed_precision.Policy(*["bfloat16"] * 3)
     model, _, frozen = models.linen("Dense, bf16")
     assert_same_bits(
         policy.cast_to_compute(frozen)["params"]["Fp8DotGeneral_0"],

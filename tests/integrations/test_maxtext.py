@@ -203,10 +203,6 @@ class Config:
         return self
 
 
-def create_model(name, *, __base__, __module__, __validators__, **fields):
-    return type(name, (__base__,), {"fields": fields, **__validators__})
-
-
 @pytest.fixture
 def standin(monkeypatch):
     """The modules, and one that has imported the accumulation by name, as MaxText's
@@ -241,8 +237,7 @@ def standin(monkeypatch):
         module.__name__ = f"maxtext.{name}"
         monkeypatch.setitem(sys.modules, f"maxtext.{name}", module)
     pydantic = types.SimpleNamespace(
-        create_model=create_model,
-        model_validator=lambda mode: lambda validator: validator,
+        model_validator=lambda mode: lambda validator: validator
     )
     monkeypatch.setitem(sys.modules, "pydantic", pydantic)
     yield types.SimpleNamespace(
@@ -680,8 +675,8 @@ def test_its_checks(standin):
 def test_its_configuration(standin, flag, steps, validated_as):
     maxtext.install()
     config_class = standin.pyconfig._initialize_pydantic([])
-    annotation, field = config_class.fields["quantization"]
-    assert field is Config.model_fields["quantization"]
+    assert config_class.quantization is Config.model_fields["quantization"]
+    annotation = config_class.__annotations__["quantization"]
     assert annotation == enum.Enum | Literal["te_fp8_blockscaling"]
     config = config_class()
     config.quantization, config.gradient_accumulation_steps = flag, steps

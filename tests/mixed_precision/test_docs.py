@@ -15,7 +15,7 @@ ROWS = re.findall(
 
 
 def test_table_of_operations():
-    policy = mixed_precision.Policy.parse("p=f32,c=f16")
+    policy = mixed_precision.Policy(compute_dtype="float16")
     dtypes = {
         "`compute_dtype`": jnp.dtype("float16"),
         "float32": jnp.dtype("float32"),

@@ -22,12 +22,12 @@ FLOATS = [np.float16, oracle.BF16, np.float32, np.float64]
 # ------------------------------------------------------------------------------ grammar
 
 PARSED = {
-    "p=f32,c=f16,o=f32": ("float32", "float16", "float32"),
-    "c=bf16": ("float32", "bfloat16", "bfloat16"),
-    "o=bf16": ("float32", "float32", "bfloat16"),
-    "p=f16": ("float16", "float16", "float16"),
-    "output=float32, params = bfloat16": ("bfloat16", "bfloat16", "float32"),
-    " f16 ": ("float16", "float16", "float16"),
+    "params=float32,compute=float16,output=float32": ("float32", "float16", "float32"),
+    " output=float32, params = bfloat16,compute=float64": (
+        "bfloat16",
+        "float64",
+        "float32",
+    ),
 }
 
 
@@ -45,14 +45,13 @@ def test_parse(text):
     "text",
     [
         "",
-        "int8",
-        "float8_e4m3fn",
-        "p=f32,p=f16",
-        "p=f32,params=f16",
-        "x=f32",
-        "p=",
-        "p=f9",
-        ",",
+        "float16",
+        "params=float32,compute=float16",
+        "params=float32,compute=float16,params=float16",
+        "params=float32,compute=float16,output=float16,output=float32",
+        "params=float32,compute=float16,output=float16,x=float32",
+        "params=float32,compute=f8,output=float32",
+        "params=float32,compute=float8_e4m3fn,output=float32",
     ],
 )
 def test_bad_text_is_named(text):
@@ -111,7 +110,7 @@ NO_PARAMETERS = {
 def test_all_else_stays(to):
     """FP8 state, codes, integers, keys, whatever they are named and however deep."""
     given = NO_PARAMETERS | {"q": QTENSOR}
-    got = getattr(Policy.parse("f16"), f"cast_to_{to}")(given)
+    got = getattr(Policy(*["float16"] * 3), f"cast_to_{to}")(given)
     q = got.pop("q")
     assert jax.tree.structure(got) == jax.tree.structure(NO_PARAMETERS)
     leaves = zip(*map(jax.tree.leaves, (got, NO_PARAMETERS)), strict=True)

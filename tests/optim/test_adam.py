@@ -391,7 +391,7 @@ def test_bad_arguments_of_a_step_are_named(name):
     turned = params | {"odd": {"kernel": jnp.ones((200, 48))}}
     for arguments, message in (
         ((params, state, None), f"params: .*got None; pass them: tx.{name}[(]grads"),
-        ((params, of_lion, params), "state: expected a QuantizedState"),
+        ((params, of_lion, params), "state.inner: expected a ScaleByAdamState"),
         ((turned, state, params), r"grads\['odd'\]\['kernel'\]: expected the shape"),
     ):
         with pytest.raises(ValueError, match=f"optim.adamw: {name}: {message}"):

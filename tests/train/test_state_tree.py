@@ -2,7 +2,6 @@
 in.
 """
 
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
