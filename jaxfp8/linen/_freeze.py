@@ -47,7 +47,7 @@ class FrozenKernel(_frozen.Placeholder, meta.AxisMetadata):
         Raises:
             ValueError: a layer of Flax without an FP8 product reads the kernel.
         """
-        layer = _mistakes.running_module()
+        layer = nn.module._context.module_stack[-1]  # no public name tells it
         if layer is not None:
             decided = decision(layer)
             has_rule = decided is not None and decided.rule.recipe is not None
@@ -144,15 +144,10 @@ def freeze(model: nn.Module, variables, args, kwargs):
     # 1. Make the codes, and find the variables that they are made of.
     codes, quantized = _codes(with_codes, variables, arrays)
     # 2. Refuse products with several kernels, and those without an amax.
-    flags = [path for path in codes if path[-1] == _HAS_ANOTHER]
-    has_another = {path[1:-1]: codes.pop(path) for path in flags}
+    codes = _without_flags(codes)
     if not codes:
         raise _frozen.nothing_to_freeze()
     products, dropped = {path[1:-1] for path in codes}, {}
-    for product in sorted(products & has_another.keys()):
-        differs = has_another[product]
-        if not isinstance(differs, jax.core.Tracer) and np.any(np.asarray(differs)):
-            raise _several_kernels(product)
     for path in list(variables):
         if path[0] == OVERWRITE_WITH_GRADIENT and path[1:-1] in products:
             dropped[path[1:]] = variables.pop(path)
@@ -166,6 +161,20 @@ def freeze(model: nn.Module, variables, args, kwargs):
             (kernel,) = jax.tree.leaves(variables[path])  # it may be in a box
             frozen[path] = FrozenKernel(tuple(kernel.shape), kernel.dtype.name)
     return traverse_util.unflatten_dict(frozen)
+
+
+def _without_flags(codes: dict[tuple, jax.Array]) -> dict[tuple, jax.Array]:
+    """Return the codes of products that were called with one kernel.
+
+    Raises:
+        ValueError: a product was called with another kernel as well.
+    """
+    kept = {path: leaf for path, leaf in codes.items() if path[-1] != _HAS_ANOTHER}
+    for path in kept:
+        differs = codes.get((*path[:-1], _HAS_ANOTHER), False)
+        if not isinstance(differs, jax.core.Tracer) and np.any(np.asarray(differs)):
+            raise _several_kernels(path[1:-1])
+    return kept
 
 
 def _several_kernels(product: tuple[str, ...]) -> ValueError:

@@ -57,11 +57,6 @@ def refuse_immutable_state(product: nn.Module, recipe: Any) -> None:
     )
 
 
-def running_module() -> nn.Module | None:
-    """Get the module whose method runs; no public name tells it."""
-    return nn.module._context.module_stack[-1]
-
-
 def refuse_frozen_kernel(layer: nn.Module, has_rule: bool) -> None:
     """Refuse the read of a frozen kernel by a layer of Flax without an FP8 product,
     which would compute NaN.

@@ -23,6 +23,7 @@ from ..recipes import (
 )
 from ..train import (
     _steps,
+    expect_state,
     max_grad as _max_grad,
     named_errors,
     update_state as _update_state,
@@ -302,6 +303,7 @@ class Optimizer(nnx.Optimizer):
             nnx.state(tree, OverwriteWithGradient, self.wrt, graph=self.graph)
             for tree in (model, grads)
         )
+        expect_state(old, new)
         params, gradients, opt_state, extra = map(
             nnx.as_pure, (params, gradients, self.opt_state, kwargs)
         )
