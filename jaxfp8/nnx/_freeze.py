@@ -3,6 +3,7 @@ placeholders replace the kernels.
 """
 
 import dataclasses
+import itertools
 import operator
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -49,13 +50,14 @@ def freeze(model, args, kwargs):
         call, kernel = calls.pop(name, None), getattr(layer, "kernel", None)
         if call is None or attribute is None or not isinstance(kernel, nnx.Param):
             continue
+        leading = _stacked("freeze", path, layer)
         if name in computed:
             raise ValueError(
                 f"freeze: {name}: expected a layer that gives its product its kernel "
                 "as it is, got a layer that computes another kernel from it; leave "
                 "that layer in high precision"
             )
-        codes = _codes(path, layer, call)
+        codes = _codes(path, layer, call, leading)
         if codes is not None:
             frozen.append((layer, attribute, call.kernel.shape, codes))
     for name in calls:
@@ -122,26 +124,28 @@ def recorded_calls(model, args, kwargs) -> tuple[dict[str, Call], Any]:
         return calls, traced(*run_and_arrays)
 
 
-def _computed(jaxpr) -> Iterator[str]:
+def _computed(jaxpr, inputs=()) -> Iterator[str]:
     """Yield the paths of layers whose product gets the result of an equation, other
-    than a change of dtype, as its kernel.
+    than a change of dtype, as its kernel; `inputs` are inputs that are such results.
     """
-    producers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    computed = set(map(id, inputs))
     for eqn in jaxpr.eqns:
+        is_computed = [id(x) in computed for x in eqn.invars]
+        if eqn.primitive.name != "convert_element_type" or any(is_computed):
+            computed.update(map(id, eqn.outvars))
         name = str(eqn.params.get("name", ""))
-        if eqn.primitive.name == "name" and name.startswith(_KERNEL_NAME):
-            (kernel,) = eqn.invars
-            producer = producers.get(kernel)
-            while producer and producer.primitive.name == "convert_element_type":
-                producer = producers.get(producer.invars[0])
-            if producer:
-                yield name.removeprefix(_KERNEL_NAME)
+        is_kernel = eqn.primitive.name == "name" and name.startswith(_KERNEL_NAME)
+        if is_kernel and any(is_computed):
+            yield name.removeprefix(_KERNEL_NAME)
         for inner in jaxprs_in_params(eqn.params):
-            yield from _computed(inner)
+            # the predicates of `cond` and `while_loop` come first
+            outer = is_computed[-len(inner.invars) :]
+            yield from _computed(inner, itertools.compress(inner.invars, outer))
 
 
-def _codes(path, layer, call: Call):
-    """Compute the codes and scales of a layer's product, stacked like its kernel.
+def _codes(path, layer, call: Call, leading: tuple[int, ...]):
+    """Compute the codes and scales of a layer's product, stacked like its kernel, whose
+    leading dimensions are given.
 
     The result is None for a product that is frozen already, or that stays in high
     precision.
@@ -160,6 +164,6 @@ def _codes(path, layer, call: Call):
         )
 
     # A stacked layer has a kernel and a state for each of its members.
-    for _ in _stacked("freeze", path, layer):
+    for _ in leading:
         codes_of_kernel = jax.vmap(codes_of_kernel)
     return jax.jit(codes_of_kernel)(layer.kernel.get_value(), state)

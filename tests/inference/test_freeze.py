@@ -218,14 +218,18 @@ def test_products_in_branches():
     [lambda w: 2 * w, lambda w: w.T, lambda w: w / jnp.std(w)],
     ids=["2w", "wT", "std"],
 )
-def test_nnx_layers_that_compute_their_kernel(computed):
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint])
+def test_nnx_layers_that_compute_their_kernel(computed, around):
     class Layer(nnx.Module):
         def __init__(self, rngs):
             self.kernel = nnx.Param(rngs.normal((K, K)))
             self.dot_general = models.product(jaxfp8.Float8CurrentScaling())
 
         def __call__(self, x):
-            return self.dot_general(x, computed(self.kernel[...]), ROWS_BY_COLUMNS)
+            def multiply(x, kernel):
+                return self.dot_general(x, kernel, ROWS_BY_COLUMNS)
+
+            return around(multiply)(x, computed(self.kernel[...]))
 
     model = nnx.Sequential(Layer(nnx.Rngs(0)))
     with pytest.raises(
