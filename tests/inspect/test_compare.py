@@ -18,6 +18,7 @@ from programs.known_amax import leaves
 
 import jaxfp8
 from jaxfp8 import inspect
+from jaxfp8.inspect._compare import _sqnr
 
 A = jaxfp8.DelayedScaling(amax_history_len=2)
 FIGURES = ("output", "input_grad", "kernel_grad")
@@ -174,6 +175,14 @@ def test_what_is_lost_wholly_or_not_at_all():
         "input_grad": math.inf,
         "kernel_grad": 0.0,
     }
+
+
+def test_figures_of_tensors_that_are_not_finite():
+    nan, inf = math.nan, math.inf
+    cases = (1, nan, -inf), (1, inf, -inf), (nan, 1, nan), (inf, inf, nan), (0, 1, -inf)
+    for exact, got, figure in (*cases, (nan, nan, nan), (0, 0, inf), (1, 0.9, 20)):
+        sqnr = _sqnr(np.array([exact]), np.array([got]))
+        np.testing.assert_allclose(sqnr, figure)
 
 
 def gram(x):
