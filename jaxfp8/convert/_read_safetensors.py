@@ -122,12 +122,12 @@ def read_safetensors(
         where = f"read_safetensors: {file}"
         try:
             # safetensors makes no numpy arrays of FP8 dtypes
-            found = _tensors_of(np.asarray(np.memmap(file, np.uint8, "r")))
+            of_file = _tensors_of(np.asarray(np.memmap(file, np.uint8, "r")))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{where}: expected a safetensors file that is whole; {error}"
             ) from error
-        for name, tensor in found.items():
+        for name, tensor in of_file.items():
             if name in tensors:
                 raise ValueError(
                     f"{where}: {name}: expected one tensor of this name, got another "
