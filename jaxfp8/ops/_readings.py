@@ -173,7 +173,7 @@ def _next_history(history, amax, scale_inv, stays=None):
         stays = stays << 1 != 0
         stayed = lax.concatenate([amax, history[..., 1:]], axis)
         moved = jnp.where(stays, stayed, moved)
-    is_entry = _scaling.positive_finite(moved)
+    is_entry = moved - jnp.uint32(1) < jnp.uint32(0x7F800000 - 1)  # 0 wraps around
     if stays is not None:
         is_below_zero = moved - jnp.uint32(0x80000001) < jnp.uint32(0x7F800000)
         is_entry |= stays & is_below_zero
