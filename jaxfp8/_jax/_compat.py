@@ -296,16 +296,13 @@ def once(function, operands, *static):
 
 def _once_of_batch(operands, dims, *, function, static):
     """Compute with the operands of a `vmap` where these are from."""
-    # A moved array would be one of the innermost trace.
-    pairs = zip(operands, dims, strict=True)
-    operands = [x if d == 0 else jnp.moveaxis(x, d, 0) for x, d in pairs]
-    results = once(_vmapped(function, static), operands)
+    results = once(_vmapped(function, static, tuple(dims)), list(operands))
     return results, [0] * len(results)
 
 
 @functools.cache  # `once` needs the same function each time
-def _vmapped(function, static):
-    return jax.vmap(lambda operands: function(operands, *static))
+def _vmapped(function, static, dims):
+    return jax.vmap(lambda operands: function(operands, *static), [list(dims)])
 
 
 _of_batch_p = Primitive("jaxfp8_once")
