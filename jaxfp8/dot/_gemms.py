@@ -18,6 +18,7 @@ from .. import ops, recipes
 from ..ops._support import is_for_tpu, selected
 from ..recipes import DotGeneralState, GEMMType, OperandOptions, QTensor, SharedCodes
 from . import _contexts
+from ._compute_dtype import promoted
 from ._fused_input import (
     FusedInput,
     as_read_residual,
@@ -507,9 +508,9 @@ def _with_columnwise(q: QTensor, product: Product, options: OperandOptions) -> Q
     wgrad contracts the rows: codes are dequantized and quantized once more. Where the
     product's quantizer makes other scales than q has, wgrad dequantizes q.
     """
-    again, _ = product.quantizers.input.quantize_operand(
-        q.dequantize(product.x_dtype), None, options
-    )
+    # float16 may be too narrow for rounded codes
+    x = q.dequantize(promoted(product.x_dtype, jnp.bfloat16))
+    again, _ = product.quantizers.input.quantize_operand(x, None, options)
     if again.scale_inv_t is None or again.block != q.block:
         return q
     return dataclasses.replace(

@@ -78,7 +78,9 @@ class Report(Rows):
         return "\n".join([table(shown, _COLUMNS), *unused])
 
 
-def report(model: Any, *args: Any, variables: Any = None, **kwargs: Any) -> Report:
+def report(
+    model: Any, *args: Any, variables: Any = None, strict: bool = False, **kwargs: Any
+) -> Report:
     """Return a table of a model's layers, with the recipe of each and the reason; the
     model may have rules or not.
 
@@ -101,6 +103,8 @@ def report(model: Any, *args: Any, variables: Any = None, **kwargs: Any) -> Repo
         variables: the variables of a Linen model, or None. With variables
             `model.apply(variables, ...)` is traced, and `why` names layers whose state
             the variables lack.
+        strict: whether a rule that decides about no layer is an error; else it is a
+            warning.
 
     Returns:
         The `Report`.
@@ -108,7 +112,7 @@ def report(model: Any, *args: Any, variables: Any = None, **kwargs: Any) -> Repo
     Raises:
         TypeError: `model` is neither a Linen nor an NNX module, or there are variables
             for an NNX module.
-        UserWarning: a rule decides about no layer; `unused` has it.
+        ValueError: with `strict`, a rule decides about no layer.
     """
     if isinstance(model, nn.Module):
         rows = _linen_rows(model, variables, args, kwargs)
@@ -122,11 +126,13 @@ def report(model: Any, *args: Any, variables: Any = None, **kwargs: Any) -> Repo
     paths = sorted(rows.by_path, key=natural)
     result = Report([rows.by_path[path] for path in paths], rows.unused())
     if result.unused:
-        _warnings.warn(
+        message = (
             f"report: rules that decide nothing: {'; '.join(result.unused)}; is the "
-            "path spelled as in the table?",
-            UserWarning,
+            "path spelled as in the table?"
         )
+        if strict:
+            raise ValueError(f"{message}\n{result}")
+        _warnings.warn(message, UserWarning)
     return result
 
 

@@ -255,3 +255,5 @@ def test_unused_rules():
             report = jaxfp8.report(model, *args)
         assert report.unused == ["rule 1 'own'", "rule 2 'nothing'"]
         assert str(report).endswith("unused: rule 1 'own'\nunused: rule 2 'nothing'")
+        with pytest.raises(ValueError, match="decide nothing.*rule 2 'nothing'"):
+            jaxfp8.report(model, *args, strict=True)
