@@ -385,6 +385,10 @@ def cast(xs, dtypes):
     return _cast_p.bind(*xs, dtypes=tuple(dtypes))
 
 
+# The modules whose methods an array of the max dtype lacks.
+METHODS_OF_ARRAYS = ("jax._src.earray", "jax._src.numpy.array_methods")
+
+
 def max_dtype(name, clean):
     """Return a dtype called `name` whose cotangents, as float32, meet in
     `max(clean(a), clean(b))`.
