@@ -358,6 +358,10 @@ def cast(xs, dtypes):
     return _cast_p.bind(*xs, dtypes=tuple(dtypes))
 
 
+# The modules whose methods an array of the max dtype lacks.
+METHODS_OF_ARRAYS = ("jax._src.earray", "jax._src.numpy.array_methods")
+
+
 def is_max(x):
     """Return whether `x` is an array of the max dtype, or of another MaxDtype."""
     return isinstance(getattr(x, "dtype", None), MaxDtype)

@@ -158,7 +158,12 @@ def named_errors(function: str):
                 "'_overwrite_with_gradient'], and the same as vjp_variables of "
                 "flax.linen.vjp"
             ) from error
-        if is_about_cast:
+        # Outside of jit its arrays of such a dtype have no methods.
+        is_abstract = (
+            isinstance(error, NotImplementedError)
+            and _raised_in(error) in _compat.METHODS_OF_ARRAYS
+        )
+        if is_about_cast or is_abstract:
             raise TypeError(
                 f"{function}: loss_fn: expected a loss that passes FP8 state to "
                 f"products alone, got one that computes with it ({error}); take norms "
@@ -178,6 +183,11 @@ def named_errors(function: str):
                 "with jaxfp8.train.fork and take jax.grad"
             ) from error
         raise
+
+
+def _raised_in(error) -> str:
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_globals.get("__name__", "")
 
 
 def _is_of_equinox(error) -> bool:
