@@ -202,6 +202,10 @@ class Pair(FusedInput):
         """Compute the values; see `FusedInput`."""
         return jnp.stack([self.x, self.second], -2)
 
+    def values(self, fp8_residual: bool = False) -> jax.Array:
+        """Return the values; see `FusedInput.values`. Their backward keeps nothing."""
+        return self.compute()
+
     def quantize_op(self, options: OperandOptions) -> Callable[..., tuple]:
         """Return the op that quantizes the values; see `FusedInput`."""
         return functools.partial(ops.quantize_pair, self.x, self.second)
