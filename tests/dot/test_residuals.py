@@ -19,6 +19,7 @@ from programs.cases import MATMUL
 
 import jaxfp8
 from jaxfp8 import checkpoint_policies as policies, ops
+from jaxfp8.dot._fused_input import Pair
 
 OWG = jaxfp8.OVERWRITE_WITH_GRADIENT
 RECIPE = jaxfp8.DelayedScaling(amax_history_len=4)
@@ -48,6 +49,12 @@ def test_residuals_are_the_codes():
     assert 0 <= ours - codes < 3 * 4 * 1024 + 100
     assert residual_bytes(None, m, k, n) == 2 * codes
     assert residual_bytes(nn.Fp8DotGeneral, m, k, n) > 2.9 * codes
+
+
+def test_a_pair_of_kernels_keeps_nothing():
+    """Its values are a stack, so that the backward takes apart the gradient."""
+    pair = Pair(KERNEL, KERNEL)
+    assert count.residual_bytes(lambda pair: pair.values(), pair) == 0
 
 
 def gradient_calls(policy, after) -> Counter:
