@@ -295,11 +295,6 @@ def quantize_blocks_transpose(kind, x):
     return op(x, dtype=kind.form.dtype, **kind.turn(_QUANTIZED_BLOCKS))
 
 
-@_given(_any_codes)
-def transpose_codes(kind, codes):
-    return ops.transpose_codes(codes)
-
-
 @_given(_any_codes, _scale)
 def dequantize(kind, codes, scale):
     return ops.dequantize(codes, scale, dtype=kind.dtype)
@@ -406,3 +401,8 @@ def ragged_matmul(kind, operands):
         b_block=b_block,
         out_dtype=kind.dtype,
     )
+
+
+@_given(_any_codes)
+def transpose_codes(kind, codes):
+    return ops.transpose_codes(codes)
