@@ -182,7 +182,7 @@ def _stacked(where, path, layer) -> tuple[int, ...]:
         return state[0].shape[:-1] if state else ()
     if isinstance(layer, (nnx.Einsum, RaggedLinear)):
         expected = tuple(layer.kernel_shape)
-    elif isinstance(layer, (nnx.Linear, Linear, nnx.LinearGeneral)):
+    elif isinstance(layer, (nnx.Linear, nnx.LinearGeneral)):
         batch = getattr(layer, "batch_axis", {}).values()
         features = layer.in_features, layer.out_features
         expected = (*batch, *jax.tree.leaves(features))
